@@ -1,0 +1,170 @@
+"""Chapter 15, zero: which parameters form a unit, and how a model gets its first values on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minizero.gather import Unit
+from minizero.sharding import Holder, holders_of
+
+
+@dataclass
+class Plan:
+    """A unit to be: `parameters` are those of `module` that belong to no unit inside it, each with its holders."""
+
+    name: str
+    module: nn.Module
+    parameters: list[tuple[nn.Parameter, list[Holder]]]
+
+
+def default_units(model: nn.Module) -> list[nn.Module]:
+    """The elements of every outermost `nn.ModuleList`: in a transformer, its blocks."""
+    units: list[nn.Module] = []
+    for child in model.children():
+        units += child if isinstance(child, nn.ModuleList) else default_units(child)
+    return [unit for unit in units if any(True for _ in unit.parameters())]
+
+
+def plan_units(model: nn.Module, units: Iterable[nn.Module] | None) -> list[Plan]:
+    """Assign each parameter to the innermost unit around all its holders; the root unit, `model` itself, comes first.
+
+    Raises ValueError or TypeError for a unit or parameter that cannot be sharded.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    plans = {"": Plan("root", model, [])}
+    for unit in default_units(model) if units is None else units:
+        if id(unit) not in paths:
+            raise ValueError(f"units: a {type(unit).__name__} is not a module inside the model")
+        if type(unit).forward is nn.Module.forward:
+            raise ValueError(f"units: {paths[id(unit)]!r} ({type(unit).__name__}) has no forward to gather before")
+        plans.setdefault(paths[id(unit)], Plan(paths[id(unit)], unit, []))
+    for parameter, holders in holders_of(model):
+        _check_parameter(parameter, holders[0].full_name)
+        chains = [[u for u in sorted(plans, key=len) if _is_inside(holder.path, u)] for holder in holders]
+        common = [u for u in chains[0] if all(u in chain for chain in chains)]
+        plans[common[-1]].parameters.append((parameter, holders))
+    if not any(plan.parameters for plan in plans.values()):
+        raise ValueError("the model has no parameters to shard")
+    return [plan for path, plan in plans.items() if plan.parameters or path == ""]
+
+
+def _is_inside(path: str, unit: str) -> bool:
+    return unit == "" or path == unit or path.startswith(unit + ".")
+
+
+def _check_parameter(parameter: nn.Parameter, name: str) -> None:
+    if hasattr(parameter, "is_sharded_by_minizero") or hasattr(parameter, "home"):
+        raise ValueError(f"parameter {name!r} is sharded already: a model, or a part of it, can be sharded once")
+    if parameter.is_complex():
+        raise TypeError(f"parameter {name!r} is complex: hold it as a real tensor (torch.view_as_real) to shard it")
+    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        raise TypeError(f"parameter {name!r} is lazy: run the model once before sharding")
+
+
+def agree(plans: Sequence[Plan], stage: int, group: ProcessGroup | None) -> None:
+    """Raise ValueError on all ranks, naming the first difference, unless all ranks are about to shard the same model."""
+    mine = [f"stage {stage}"] + [
+        f"unit {plan.name!r}, {holders[0].full_name!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
+        for plan in plans
+        for p, holders in plan.parameters
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            index = next(i for i in range(len(theirs) + 1) if theirs[i : i + 1] != everyone[0][i : i + 1])
+            first, other = everyone[0][index : index + 1], theirs[index : index + 1]
+            raise ValueError(f"ranks shard different models: rank 0 has {first}, rank {rank} has {other}")
+
+
+def materialise(
+    model: nn.Module,
+    plans: Sequence[Plan],
+    group: ProcessGroup | None,
+    initialize: Callable[[nn.Module], Any] | None,
+) -> Iterator[Plan]:
+    """Yield each plan once its parameters have values; give values, module by module, to those on the meta device.
+
+    The order is that of `model.modules()`, in which most models are built: with the same seed the values are the same,
+    and the caller can shard a unit before the next one exists. Every rank draws the same numbers.
+    """
+    modules = list(model.named_modules())
+    empty = [(path, m) for path, m in modules if any(t.is_meta for t in _own_tensors(m).values())]
+    for path, module in empty:
+        if initialize is None and not hasattr(module, "reset_parameters"):
+            raise TypeError(f"module {path!r} is on the meta device and has no reset_parameters(): pass initialize=")
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    position = {id(module): i for i, (_, module) in enumerate(modules)}
+    last = {p.name: max((position[id(h.module)] for _, hs in p.parameters for h in hs), default=0) for p in plans}
+    holders = {id(p): places for plan in plans for p, places in plan.parameters}
+    for i, (path, module) in enumerate(modules):
+        if any(t.is_meta for t in _own_tensors(module).values()):
+            _give_memory(module, holders, torch.device(device))
+            (initialize or (lambda m: m.reset_parameters()))(module)
+            for name, tensor in _own_tensors(module).items():
+                if tensor.is_floating_point() and tensor.isnan().any():
+                    raise ValueError(f"initializing module {path!r} left values of {name!r} unset")
+        for plan in plans:
+            if last[plan.name] == i:
+                plan.parameters = [(hs[0].module._parameters[hs[0].name], hs) for _, hs in plan.parameters]  # type: ignore[misc]
+                yield plan
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: t for name, t in {**module._parameters, **module._buffers}.items() if t is not None}
+
+
+def _give_memory(module: nn.Module, holders: dict[int, list[Holder]], device: torch.device) -> None:
+    """Replace the module's meta tensors, at every holder, by ones full of NaN: what is not initialised will show."""
+    for name, tensor in _own_tensors(module).items():
+        if not tensor.is_meta:
+            continue
+        real = torch.empty_like(tensor, device=device)
+        if real.is_floating_point():
+            real.detach().fill_(torch.nan)
+        if isinstance(tensor, nn.Parameter):
+            parameter = nn.Parameter(real, tensor.requires_grad)
+            for holder in holders[id(tensor)]:
+                holder.module._parameters[holder.name] = parameter
+        else:
+            module._buffers[name] = real
+
+
+def broadcast(tensor: Tensor, group: ProcessGroup | None, replicas: ProcessGroup | None) -> None:
+    """Give every rank of the group, and of all replicas, the tensor of rank 0."""
+    if replicas is not None:
+        dist.broadcast(tensor, group=replicas, group_src=0)
+    dist.broadcast(tensor, group=group, group_src=0)
+
+
+def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise RuntimeError, naming the parameter, if the model was changed since it was sharded.
+
+    A parameter that was added, replaced, cast, moved, frozen or unfrozen would compute but never be reduced or updated.
+    """
+    known: set[int] = set()
+    for unit in units:
+        for flat in unit.flats:
+            known |= {id(p) for p in (*flat.leaves, *flat.placeholders)}
+            for name, leaf, offset in zip(flat.names, flat.leaves, flat.layout.offsets, strict=False):
+                moved = leaf.dtype != flat.full.dtype or (
+                    leaf.numel() > 0 and leaf.data_ptr() != flat.full.data_ptr() + offset * flat.full.itemsize
+                )
+                if flat.aliased and moved:
+                    raise RuntimeError(f"parameter {name!r} was cast or moved after sharding: do that before")
+                if leaf.requires_grad != flat.requires_grad:
+                    raise RuntimeError(f"requires_grad of parameter {name!r} changed after sharding: do that before")
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in known:
+                raise RuntimeError(
+                    f"parameter {Holder(module, name, path).full_name!r} was added or replaced after sharding: it would "
+                    "never be trained. Change the model (resize, parametrize, cast, extend) before sharding"
+                )

@@ -1,0 +1,279 @@
+"""Chapter 12, gather: a unit's parameters arrive before it is used, leave after, and come again for backward.
+
+A unit is SHARDED (this rank holds 1/N of it), IN_FLIGHT (its all-gather is running) or FULL. `unshard` starts the
+all-gather, `wait` ends it, `reshard` lets the full parameters go. Hooks call these verbs at the right moments.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from enum import Enum, StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed import ProcessGroup, Work
+from torch.utils.hooks import RemovableHandle
+
+from minizero.collectives import launch_all_gather
+from minizero.sharding import FlatParameters, NotCopied
+
+
+class State(StrEnum):
+    """Where a unit's parameters are."""
+
+    SHARDED = "SHARDED"
+    IN_FLIGHT = "IN_FLIGHT"
+    FULL = "FULL"
+
+
+class RollCall:
+    """Ranks say which unit they gather; a difference raises on every rank, before anyone computes with wrong values.
+
+    Collectives match by their order alone: if rank 0 gathers unit a while rank 1 gathers unit b of the same size, each
+    silently gets half of the other's weights. Eight bytes a rank in a group of their own prevent it.
+    """
+
+    def __init__(self, names: Sequence[str], group: ProcessGroup | None) -> None:
+        self.names, ranks = names, dist.get_process_group_ranks(group)
+        # local synchronization: only this group's ranks take part, so that other groups can be made at the same time
+        self._group = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
+
+    def call(self, index: int) -> Callable[[], None]:
+        """Announce the unit `index`; the function returned waits for the others and compares."""
+        mine, all_ranks = torch.tensor([index]), torch.empty(dist.get_world_size(self._group), dtype=torch.int64)
+        work = launch_all_gather(all_ranks, mine, self._group)
+
+        def check() -> None:
+            work.wait()
+            if (all_ranks != index).any():
+                calls = ", ".join(f"rank {r}: {self.names[i]!r}" for r, i in enumerate(all_ranks.tolist()))
+                raise RuntimeError(
+                    f"ranks gather different units ({calls}). With stage 3 every rank must run the same units in the "
+                    "same order; for loops that differ by rank use `with zero.gathered():`"
+                )
+
+        return check
+
+
+def timeout_of(group: ProcessGroup | None) -> timedelta:
+    """How long a collective of `group` waits before it raises."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    timeout: timedelta = (group or dist.group.WORLD)._get_backend(torch.device(device)).options._timeout
+    return timeout
+
+
+class Unit(NotCopied):
+    """Parameters that are gathered and freed together: those of `module` that belong to no unit inside it.
+
+    `flats` holds them by dtype and requires_grad. Between uses a rank has `flat.shard` of each, 1/N of the elements.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, flats: list[FlatParameters], group: ProcessGroup | None
+    ) -> None:
+        self.name, self.module, self.flats = name, module, flats
+        self.state = State.FULL
+        self.is_trained = any(flat.requires_grad for flat in flats)
+        self.has_frozen = not all(flat.requires_grad for flat in flats)
+        self.awaits_gradients = False  # backward has reached this unit and not yet left it with all its gradients
+        self.calls_in_backward: set[object] = set()  # calls whose inputs' gradients are still to come
+        self.recomputed_calls = 0  # calls without a graph in a forward that has one: reentrant checkpointing
+        self._group = group
+        self._works: list[Work] = []
+        self._check: Callable[[], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {sum(f.layout.numel for f in self.flats)} parameters, {self.state})"
+
+    def unshard(self, roll_call: Callable[[], Callable[[], None]] | None = None) -> None:
+        """Start the all-gather, if the unit is SHARDED."""
+        if self.state != State.SHARDED:
+            return
+        self._check = roll_call() if roll_call else None
+        for flat in self.flats:
+            if flat.aliased and not flat.requires_grad:
+                continue  # stages 1 and 2 never let go of it, and no step changes it
+            flat.allocate()
+            self._works.append(launch_all_gather(flat.full, flat.shard, self._group))
+        self.state = State.IN_FLIGHT
+
+    def wait(self) -> None:
+        """Wait for the all-gather and put the parameters into the modules. Raises RuntimeError naming the unit."""
+        if self.state != State.IN_FLIGHT:
+            return
+        try:
+            if self._check:
+                self._check()
+            self._land()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} could not gather unit {self.name!r}: {error}. All ranks of the group must "
+                "take part, each within the group's timeout: was this called on one rank only, or did a rank fail?"
+            ) from error
+        for flat in self.flats:
+            flat.show(flat.leaves)
+        self.state = State.FULL
+
+    def _land(self) -> None:
+        while self._works:
+            self._works.pop().wait()
+
+    def reshard(self) -> None:
+        """Free the full parameters and leave placeholders in the modules; only the shards stay."""
+        if self.state == State.SHARDED:
+            return
+        try:
+            self._land()  # a running all-gather writes into the memory that is about to go
+        finally:
+            for flat in self.flats:
+                flat.show(flat.placeholders)
+                flat.free()
+            self.state = State.SHARDED
+
+
+class Gatherer(NotCopied):
+    """Calls the units' verbs from module hooks: before and after each forward, and before each backward.
+
+    `units` are in the order of forward, the root first. `prefetch` further units are gathered while one computes.
+    `begin_backward` is called whenever a backward reaches a unit. With `frees` False (stages 1 and 2) parameters stay.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        group: ProcessGroup | None,
+        prefetch: int,
+        frees: bool,
+        begin_backward: Callable[[], None],
+    ) -> None:
+        self.units, self.prefetch, self.frees, self.begin_backward = units, prefetch, frees, begin_backward
+        self.holds = False  # inside `gathered()` nothing is resharded
+        self._in_forward = self._root_has_graph = False
+        self._index = {id(unit): i for i, unit in enumerate(units)}
+        self._roll_call = RollCall([u.name for u in units], group) if frees and dist.get_world_size(group) > 1 else None
+
+    def attach(self) -> Iterator[RemovableHandle]:
+        """Register the hooks of every unit."""
+        for unit in self.units:
+            before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
+            yield unit.module.register_forward_pre_hook(before)
+            yield unit.module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+    def unshard(self, unit: Unit) -> None:
+        """Start a unit's all-gather, with its name called out to the other ranks."""
+        unit.unshard(partial(self._roll_call.call, self._index[id(unit)]) if self._roll_call else None)
+
+    def reshard_all(self) -> None:
+        """Leave every unit SHARDED and forget what a backward that did not end was waiting for."""
+        for unit in self.units:
+            unit.awaits_gradients, unit.recomputed_calls = False, 0
+            unit.calls_in_backward.clear()
+            self.release(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Reshard a unit, unless backward can still need its parameters."""
+        if self.frees and not self.holds and not unit.awaits_gradients and not unit.calls_in_backward:
+            unit.reshard()
+
+    def _gather(self, unit: Unit, next_units: Sequence[Unit]) -> None:
+        if self.frees:
+            self.unshard(unit)
+            unit.wait()
+            for ahead in next_units[: self.prefetch]:
+                self.unshard(ahead)
+
+    @torch.compiler.disable
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        i, has_graph, recomputes = self._index[id(unit)], torch.is_grad_enabled(), in_backward()
+        if i == 0:
+            self._in_forward, self._root_has_graph = True, has_graph
+        if self._root_has_graph and not has_graph and not recomputes:
+            unit.recomputed_calls += 1
+        # Without the root's forward around it, nobody would reshard a unit that was gathered ahead in vain.
+        self._gather(unit, self.units[i + 1 :] if self._in_forward and not recomputes else ())
+
+    @torch.compiler.disable
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if unit is self.units[0]:
+            self._in_forward = False
+        if torch.is_grad_enabled():
+            self._expect_backward(unit, (args, kwargs), output)
+        if not in_backward():  # else it is recomputed for its own backward, which comes right now
+            for done in self.units if unit is self.units[0] else (unit,):
+                self.release(done)
+
+    def _expect_backward(self, unit: Unit, inputs: Any, output: Any) -> None:
+        # Gradients of the trained parameters tell when backward has left a unit. Frozen ones have none: there, and
+        # only there, backward has also to reach the inputs before the parameters may go.
+        sources = [t for t in tensors_in(inputs) if t.requires_grad] if self.frees and unit.has_frozen else []
+        call = object() if sources else None
+        if sources:
+            register_multi_grad_hook(sources, partial(self._after_backward, unit, call))
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, unit, call))
+
+    def _before_backward(self, unit: Unit, call: object | None, gradient: Tensor) -> None:
+        self.begin_backward()
+        unit.awaits_gradients = unit.is_trained
+        if call is not None:
+            unit.calls_in_backward.add(call)
+        i = self._index[id(unit)]  # backward goes from the root, whose index is 0, to the last unit, and down from there
+        self._gather(unit, self.units[1 : i or None][::-1])
+
+    def _after_backward(self, unit: Unit, call: object, gradients: Any) -> None:
+        unit.calls_in_backward.discard(call)
+        self.release(unit)
+
+
+def in_backward() -> bool:
+    """Whether autograd's backward is running in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# Values that hold no tensors, or (modules, functions, classes) none that belong to an output.
+_OPAQUE = (str, bytes, int, float, complex, type(None), Enum, type, nn.Module, torch.dtype, torch.device)
+_OPAQUE += (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor inside `value`, once: in sequences, mappings, dataclasses and objects with attributes or slots.
+
+    Raises TypeError for an iterator, whose tensors could not be seen without using it up.
+    """
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, _OPAQUE) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, Iterator):
+            raise TypeError(f"cannot look for tensors in a {type(item).__name__}: return a list or a tuple from forward")
+        else:
+            pending += _parts(item)
+    return found
+
+
+def _parts(item: Any) -> list[Any]:
+    parts = list(vars(item).values()) if hasattr(item, "__dict__") else []
+    parts += [getattr(item, name) for cls in type(item).__mro__ for name in _slots(cls) if hasattr(item, name)]
+    if isinstance(item, Mapping):
+        parts += item.values()
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        parts += item
+    return parts
+
+
+def _slots(cls: type) -> Sequence[str]:
+    slots: str | Sequence[str] = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else slots

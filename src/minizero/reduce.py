@@ -1,0 +1,185 @@
+"""Chapter 13, reduce: gradients leave as shards, in one order on every rank.
+
+Each parameter's gradient is moved into its unit's bucket as soon as autograd has it. A full bucket is launched as a
+reduce-scatter; when that lands, this rank has the mean over ranks of its own shard, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from minizero.collectives import ReduceScatter
+from minizero.gather import Unit
+from minizero.sharding import FlatParameters, NotCopied
+
+
+class Bucket(NotCopied):
+    """The full gradient of one FlatParameters (padded_numel elements) while this rank collects it.
+
+    A parameter that got no gradient counts as zero: its optimizer state decays as with a gradient of zeros, on all
+    ranks alike, also when it was used on some of them.
+    """
+
+    def __init__(self, flat: FlatParameters) -> None:
+        self.flat = flat
+        self._gradients: Tensor | None = None
+        self._collected: set[int] = set()
+        self.missing: set[int] = set()  # in this pass over the unit; reentrant checkpointing makes several
+        self._flight: ReduceScatter | None = None
+        self.expect_all()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was collected since the last launch."""
+        return not self._collected
+
+    def collect(self, index: int) -> None:
+        """Move the gradient of parameter `index` from the parameter into the bucket, or add it to what is there."""
+        leaf, layout = self.flat.leaves[index], self.flat.layout
+        if leaf.grad is None:
+            return
+        gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+        leaf.grad = None
+        if self._gradients is None:
+            self._gradients = self.flat.full.new_empty(layout.padded_numel)
+        part = self._gradients[layout.offsets[index] : layout.offsets[index + 1]].view(gradient.shape)
+        if index in self._collected:  # reentrant checkpointing hands over one gradient for each use
+            part += gradient
+        else:
+            part.copy_(gradient)
+        self._collected.add(index)
+        self.missing.discard(index)
+
+    def expect_all(self) -> None:
+        """A pass begins: the gradient of every parameter is to come."""
+        self.missing.update(range(len(self.flat.leaves)))
+
+    def launch(self, group: ProcessGroup | None) -> None:
+        """Start the reduce-scatter of what is here, with zeros for what is not."""
+        layout = self.flat.layout
+        if self._gradients is None:
+            self._gradients = self.flat.full.new_empty(layout.padded_numel)
+        for index in range(len(self.flat.leaves)):
+            if index not in self._collected:
+                self._gradients[layout.offsets[index] : layout.offsets[index + 1]].zero_()
+        self._gradients[layout.numel :].zero_()
+        self._flight = ReduceScatter(self._gradients, group)
+        self.drop()
+
+    def land(self, divisor: int, replicas: ProcessGroup | None) -> None:
+        """Wait for the sum, add it over the replicas, divide, and add the mean to the gradients of the slices."""
+        assert self._flight is not None, "land() follows launch()"
+        total, self._flight = self._flight.land(), None
+        if replicas is not None:
+            dist.all_reduce(total, group=replicas)
+        self.flat.add_gradient((total / divisor).to(self.flat.shard.dtype))
+
+    def drop(self) -> None:
+        """Forget what was collected."""
+        self._gradients = None
+        self._collected.clear()
+        self.expect_all()
+
+
+class Reducer(NotCopied):
+    """Launches the units' reductions in the reverse order of `units`, whatever order this rank's graph has.
+
+    Collectives match by order. A rank whose batch skips a branch completes its buckets in another order, or not at
+    all, so a complete unit waits for those before it, and the end of backward launches the rest. `release` is called
+    when a unit's gradients are all here: backward needs its parameters no more.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        group: ProcessGroup | None,
+        replicas: ProcessGroup | None,
+        release: Callable[[Unit], None],
+    ) -> None:
+        self._group, self._replicas, self._release = group, replicas, release
+        self._order = [unit for unit in reversed(units) if unit.is_trained]
+        self._buckets = {unit: [Bucket(flat) for flat in unit.flats if flat.requires_grad] for unit in self._order}
+        self._divisor = dist.get_world_size(group) * (dist.get_world_size(replicas) if replicas else 1)
+        self._complete: set[Unit] = set()
+        self._launched = 0  # how many units of the order this backward has launched
+        self._flying: list[Unit] = []
+
+    def attach(self) -> Iterator[RemovableHandle]:
+        """Collect each gradient when autograd has accumulated it (stages 2 and 3)."""
+        for unit, buckets in self._buckets.items():
+            for bucket in buckets:
+                for index, leaf in enumerate(bucket.flat.leaves):
+                    hook = partial(self._on_gradient, unit, bucket, index)
+                    yield leaf.register_post_accumulate_grad_hook(hook)
+
+    @torch.no_grad()
+    def _on_gradient(self, unit: Unit, bucket: Bucket, index: int, leaf: Tensor) -> None:
+        bucket.collect(index)
+        if not any(b.missing for b in self._buckets[unit]):
+            for b in self._buckets[unit]:
+                b.expect_all()
+            unit.awaits_gradients = False
+            self._release(unit)
+            if unit.recomputed_calls < 2:  # else more gradients follow: one reduction, at the end of backward
+                self._complete.add(unit)
+                self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        while self._launched < len(self._order) and self._order[self._launched] in self._complete:
+            self._launch(self._order[self._launched])
+            self._launched += 1
+
+    def _launch(self, unit: Unit) -> None:
+        for bucket in self._buckets[unit]:
+            bucket.launch(self._group)
+        self._flying.append(unit)
+        while len(self._flying) > 1:  # one in flight hides behind backward; more would only hold memory
+            self._land_first()
+
+    def _land_first(self) -> None:
+        unit = self._flying.pop(0)
+        try:
+            for bucket in self._buckets[unit]:
+                bucket.land(self._divisor, self._replicas)
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {dist.get_rank()} could not reduce unit {unit.name!r}: {error}") from error
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """End of backward: launch the rest in order, and what came after a launch; land everything."""
+        for unit in self._order[self._launched :]:
+            self._launch(unit)
+        for unit in self._order:
+            if any(not bucket.is_empty for bucket in self._buckets[unit]):
+                self._launch(unit)
+        while self._flying:
+            self._land_first()
+        self._complete.clear()
+        self._launched = 0
+
+    @torch.no_grad()
+    def reduce_all(self) -> None:
+        """Collect and reduce every gradient that autograd has left on the parameters (stage 1, at the step)."""
+        for buckets in self._buckets.values():
+            for bucket in buckets:
+                for index in range(len(bucket.flat.leaves)):
+                    bucket.collect(index)
+        self.finish()
+
+    def drop(self) -> None:
+        """Forget every gradient that has not become a shard: those in buckets and those on the parameters."""
+        self._flying.clear()
+        self._complete.clear()
+        self._launched = 0
+        for buckets in self._buckets.values():
+            for bucket in buckets:
+                bucket.drop()
+                for leaf in bucket.flat.leaves:
+                    leaf.grad = None

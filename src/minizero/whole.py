@@ -1,0 +1,99 @@
+"""Chapter 15, zero: whole parameters again, read from the shards and written back to them, a unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minizero.construct import broadcast
+from minizero.gather import Gatherer, State, Unit
+
+
+@torch.no_grad()
+def take_from_rank_0(unit: Unit, group: ProcessGroup | None, replicas: ProcessGroup | None) -> None:
+    """Give every rank rank 0's full parameters of a unit that is FULL, and cut each rank's shard from them."""
+    for flat in unit.flats:
+        broadcast(flat.full, group, replicas)
+        flat.take_shard()
+
+
+def read_full_state(
+    model: nn.Module, units: Sequence[Unit], gatherer: Gatherer, group: ProcessGroup | None
+) -> dict[str, Tensor]:
+    """The plain model's state dict on the CPU of rank 0, {} on other ranks, with one unit whole at a time."""
+    is_first = dist.get_rank(group) == 0
+    state: dict[str, Tensor] = {}
+    for unit in units:
+        gatherer.unshard(unit)
+        unit.wait()
+        for flat in unit.flats if is_first else ():
+            for leaf, holders in zip(flat.leaves, flat.holders, strict=True):
+                value = leaf.detach().to("cpu", copy=True)
+                state |= {holder.full_name: value for holder in holders}
+        gatherer.release(unit)
+    if is_first:
+        state |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model).items()}
+    return state
+
+
+@torch.no_grad()
+def write_full_state(
+    model: nn.Module,
+    units: Sequence[Unit],
+    state: dict[str, Tensor],
+    group: ProcessGroup | None,
+    replicas: ProcessGroup | None,
+) -> None:
+    """Send rank 0's `state` to the shards and buffers of all ranks, or raise ValueError on all of them first."""
+    is_first = dist.get_rank(group) == 0 and (replicas is None or dist.get_rank(replicas) == 0)
+    buffers = persistent_buffers(model)
+    if is_first:
+        targets: dict[str, Tensor] = dict(buffers)
+        for flat in (flat for unit in units for flat in unit.flats):
+            for leaf, holders in zip(flat.leaves, flat.holders, strict=True):
+                targets |= {holder.full_name: leaf for holder in holders}
+        complaint = _mismatch(state, targets)
+    complaints: list[Any] = [complaint if is_first else None]
+    if replicas is not None:
+        dist.broadcast_object_list(complaints, group=replicas, group_src=0)
+    dist.broadcast_object_list(complaints, group=group, group_src=0)
+    if complaints[0]:
+        raise ValueError(f"cannot load the state: {complaints[0]}")
+    for unit in units:
+        was_sharded = unit.state == State.SHARDED
+        for flat in unit.flats:
+            flat.allocate()
+            for leaf, holders in zip(flat.leaves, flat.holders, strict=True) if is_first else ():
+                leaf.copy_(state[holders[0].full_name])
+        take_from_rank_0(unit, group, replicas)
+        for flat in unit.flats if was_sharded else ():
+            flat.free()
+    for name, buffer in buffers.items():
+        if is_first:
+            buffer.copy_(state[name])
+        broadcast(buffer, group, replicas)
+
+
+def _mismatch(state: dict[str, Tensor], targets: dict[str, Tensor]) -> str:
+    for name, target in targets.items():
+        if name not in state:
+            return f"key {name!r} is missing"
+        if state[name].shape != target.shape:
+            return f"key {name!r} has shape {tuple(state[name].shape)}, the model has {tuple(target.shape)}"
+    unknown = sorted(state.keys() - targets.keys())
+    return f"key {unknown[0]!r} is not in the model" if unknown else ""
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state dict, by name."""
+    return {
+        f"{path}.{name}".removeprefix(".").replace("_orig_mod.", ""): buffer
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }

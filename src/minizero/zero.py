@@ -1,0 +1,271 @@
+"""Chapter 15, zero: put together. Three stages are two switches on the same verbs.
+
+| stage | gradients are reduced | parameters after use | a rank keeps between steps                 |
+|-------|-----------------------|----------------------|--------------------------------------------|
+| 1     | at the step           | stay                 | parameters, 1/N of the optimizer state     |
+| 2     | in backward           | stay                 | the same; no full gradient                 |
+| 3     | in backward           | leave                | 1/N of parameters and of optimizer state   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from minizero.construct import Plan, agree, broadcast, check_model, materialise, plan_units
+from minizero.gather import Gatherer, State, Unit, in_backward
+from minizero.optimizer import check_elementwise, clip_grad_norm
+from minizero.reduce import Reducer
+from minizero.sharding import FlatParameters, NotCopied
+from minizero.whole import read_full_state, take_from_rank_0, write_full_state
+
+
+class Zero(NotCopied):
+    """Shards `model` in place over the ranks of `group`; go on calling `model(...)` and `loss.backward()`.
+
+    Args:
+        model: any module. All ranks start from rank 0's parameters and buffers. Parameters on the meta device are
+            initialised here, unit by unit. Buffers stay whole, and from then on each rank has its own.
+        units: the modules whose parameters are gathered together, in the order forward uses them; what is in none of
+            them belongs to the root unit. Default: the elements of every outermost `nn.ModuleList`.
+        stage: 1, 2 or 3, see the table above (Rajbhandari et al. 2020, section 5).
+        group: the ranks that share one copy of the model; default all.
+        replicas: the ranks that hold the same shard of other copies; their gradients are averaged too.
+        prefetch: how many units are gathered ahead of the one that computes (stage 3).
+        initialize: called once with each module that had parameters or buffers on the meta device; default
+            `module.reset_parameters()`.
+
+    Raises on all ranks, before anything is changed: ValueError or TypeError naming the argument, module or parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Iterable[nn.Module] | None = None,
+        *,
+        stage: int = 3,
+        group: ProcessGroup | None = None,
+        replicas: ProcessGroup | None = None,
+        prefetch: int = 1,
+        initialize: Callable[[nn.Module], Any] | None = None,
+    ) -> None:
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage must be 1, 2 or 3, got {stage!r} (stage 0 is minizero.Replicated)")
+        if prefetch < 0:
+            raise ValueError(f"prefetch must be 0 or more units, got {prefetch!r}")
+        self.model, self.stage, self.group, self.replicas = model, stage, group, replicas
+        plans = plan_units(model, units)
+        agree(plans, stage, group)
+        self.units = self._build(plans, initialize)
+        self._gatherer = Gatherer(self.units, group, prefetch, frees=stage == 3, begin_backward=self._begin_backward)
+        self._reducer = Reducer(self.units, group, replicas, release=self._gatherer.release)
+        self._backward_runs = self._has_unreduced = False
+        self._handles = [model.register_forward_pre_hook(self._before_model), *self._gatherer.attach()]
+        if stage > 1:
+            self._handles += self._reducer.attach()
+        model.zero_grad = self.zero_grad  # type: ignore[method-assign]  # gradients are where it would not look
+
+    def _build(self, plans: Sequence[Plan], initialize: Callable[[nn.Module], Any] | None) -> list[Unit]:
+        rank, world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        built: dict[str, Unit] = {}
+        for plan in materialise(self.model, plans, self.group, initialize):
+            key = {id(p): (str(p.dtype), p.requires_grad) for p, _ in plan.parameters}
+            members = sorted(plan.parameters, key=lambda member: key[id(member[0])])
+            flats = [
+                FlatParameters(*zip(*same, strict=True), rank=rank, world=world, aliased=self.stage < 3)
+                for _, same in groupby(members, key=lambda member: key[id(member[0])])
+            ]
+            built[plan.name] = unit = Unit(plan.name, plan.module, flats, self.group)
+            take_from_rank_0(unit, self.group, self.replicas)
+            if self.stage == 3:
+                unit.reshard()
+        for buffer in self.model.buffers():
+            broadcast(buffer, self.group, self.replicas)
+        return [built[plan.name] for plan in plans]
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def _before_model(self, module: nn.Module, args: Any) -> None:
+        if not in_backward():
+            self._recover()
+            check_model(self.model, self.units)
+
+    def _recover(self) -> None:
+        """After a backward that raised: forget its gradients that are not shards yet, and reshard."""
+        if self._backward_runs:
+            self._backward_runs = False
+            self._reducer.drop()
+            self._gatherer.reshard_all()
+
+    def _begin_backward(self) -> None:
+        if not self._backward_runs:
+            self._backward_runs = self._has_unreduced = True
+            Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        if self.stage > 1:
+            self._reducer.finish()
+            self._has_unreduced = False
+        self._gatherer.reshard_all()
+        self._backward_runs = False
+
+    def _reduce(self) -> None:
+        """Stage 1 reduces when somebody needs the gradients: at the step, or before it at clipping."""
+        self._recover()
+        if self._has_unreduced:
+            self._reducer.reduce_all()
+            self._has_unreduced = False
+
+    def optimizer(
+        self,
+        cls: type[Optimizer],
+        groups: Iterable[dict[str, Any]] | None = None,
+        *,
+        elementwise: bool = False,
+        **options: Any,
+    ) -> Optimizer:
+        """An optimizer of class `cls` on this rank's slices; `step()` and `zero_grad()` work as always.
+
+        `groups` are torch's param groups, whose "params" are parameters of the model or their names; default: all
+        that are trained, in one group. `options` go to `cls`. Raises TypeError for an optimizer that is not known to
+        be element-wise, unless `elementwise` says it is; KeyError for a parameter that is not there or not trained.
+        """
+        check_elementwise(cls, elementwise)
+        slices: dict[str | int, nn.Parameter] = {}
+        for unit in self.units:
+            for flat in unit.flats:
+                for i, piece in enumerate(flat.slices if flat.requires_grad else ()):
+                    slices |= {id(flat.leaves[i]): piece, id(flat.placeholders[i]): piece}
+                    slices |= {holder.full_name: piece for holder in flat.holders[i]}
+        if groups is None:
+            groups = [{"params": [name for name, _ in self.named_slices()]}]
+        optimizer = cls([{**g, "params": [_find(slices, p) for p in g["params"]]} for g in groups], **options)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            self._drop_unreduced()
+            cls.zero_grad(optimizer, set_to_none)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        return optimizer
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if len(args) > 1 or kwargs:  # torch passes the optimizer itself first
+            raise TypeError("step() takes no closure here: run forward and backward before it")
+        if self._gatherer.holds:
+            raise RuntimeError("step() inside gathered(): the full parameters would overwrite what it changes")
+        self._reduce()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.stage < 3:
+            for unit in self.units:
+                unit.state = State.SHARDED  # this rank has new values for its own shard only
+                unit.unshard()
+            for unit in self.units:
+                unit.wait()
+
+    def named_slices(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, slice) of every trained parameter: this rank's elements of it, 1-D, possibly none."""
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.requires_grad:
+                    yield from zip(flat.names, flat.slices, strict=True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; `model.zero_grad` comes here too."""
+        self._drop_unreduced()
+        for _, piece in self.named_slices():
+            if set_to_none:
+                piece.grad = None
+            elif piece.grad is not None:
+                piece.grad.zero_()
+
+    def _drop_unreduced(self) -> None:
+        self._recover()
+        self._reducer.drop()
+        self._has_unreduced = False
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip by the norm over all parameters and ranks; call on all ranks. See optimizer.clip_grad_norm."""
+        self._reduce()
+        return clip_grad_norm([piece for _, piece in self.named_slices()], max_norm, norm_type, self.group)
+
+    # ---- whole parameters --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters are whole inside, for reading, generating or surgery; enter and leave on all ranks.
+
+        On leaving, rank 0's values are written to the shards of all ranks. Inside, ranks may run the model as often
+        as each likes. After an exception nothing is written: stage 3 forgets the changes, stages 1 and 2, which hand
+        out the live parameters, keep them on the rank that made them.
+        """
+        if self._gatherer.holds:
+            yield
+            return
+        self._recover()
+        for unit in self.units:
+            self._gatherer.unshard(unit)
+        for unit in self.units:
+            unit.wait()
+        self._gatherer.holds = True
+        try:
+            yield
+            for unit in self.units:
+                take_from_rank_0(unit, self.group, self.replicas)
+        finally:
+            self._gatherer.holds = False
+            self._gatherer.reshard_all()
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The plain model's state dict, on the CPU of rank 0; other ranks get {}. Call on all ranks of `group`.
+
+        One unit at a time is whole, so no rank but 0 needs memory for more than that. Buffers are rank 0's own.
+        """
+        self._recover()
+        return read_full_state(self.model, self.units, self._gatherer, self.group)
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        """Load a plain model's state dict; call on all ranks, only the one of rank 0 is read.
+
+        Raises ValueError on all ranks, naming the key, if a key is missing, unknown or of another shape; then nothing
+        was changed.
+        """
+        self._recover()
+        if self._gatherer.holds:
+            raise RuntimeError("load_full_state() inside gathered(): leave the context first")
+        write_full_state(self.model, self.units, state, self.group, self.replicas)
+
+    def unwrap(self) -> nn.Module:
+        """Give the plain model back, all parameters whole on every rank, hooks gone; call on all ranks.
+
+        This Zero and its optimizers are of no use afterwards.
+        """
+        with self.gathered():
+            self._gatherer.frees = False
+        for handle in self._handles:
+            handle.remove()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.let_go()
+        del self.model.zero_grad
+        return self.model
+
+
+def _find(slices: dict[str | int, nn.Parameter], parameter: str | nn.Parameter) -> nn.Parameter:
+    key = parameter if isinstance(parameter, str) else id(parameter)
+    if key not in slices:
+        shown = repr(key) if isinstance(parameter, str) else f"of shape {tuple(parameter.shape)}"
+        raise KeyError(f"parameter {shown} is not a trained parameter of the sharded model")
+    return slices[key]
