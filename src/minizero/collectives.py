@@ -1,22 +1,19 @@
 """Chapter 04, communication: what N ranks must say to each other, and how many bytes that takes.
 
-Ring algorithms from send and receive, the two collectives that ZeRO is made of, a ledger of bytes, and a cost model.
+Ring algorithms from send and receive, the two collectives that ZeRO is made of, and a check that ranks keep the order.
 N is the number of ranks in the group. `group=None` is torch's default process group.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # torch 2.13 renamed these two; the old names still work there, with a warning for each call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,7 +40,9 @@ def init_distributed(timeout: float = 60.0) -> torch.device:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=limit)
         else:
-            dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                backend, timeout=limit, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+            )
     return device
 
 
@@ -125,7 +124,8 @@ def launch_all_gather(full: Tensor, shard: Tensor, group: ProcessGroup | None = 
     current stream wait for it. `shard` must not change until then; it may be this rank's part of `full`.
     """
     with torch.no_grad():
-        return _all_gather(full, shard, group=group, async_op=True)
+        work: Work = _all_gather(full, shard, group=group, async_op=True)
+    return work
 
 
 class ReduceScatter:
@@ -159,97 +159,41 @@ class ReduceScatter:
             return self._received.view(self._world, -1).sum(0, dtype=dtype)
 
 
-# ---- counting bytes ----------------------------------------------------------------------------------------------
+# ---- agreeing on the order -----------------------------------------------------------------------------------------
 
 
-def ring_bytes(kind: str, nbytes: float, world: int) -> float:
-    """Bytes one rank sends for a collective whose full tensor has `nbytes` bytes, with the ring or pairwise algorithm.
+class RollCall:
+    """Ranks say which unit they gather; a difference raises on every rank, before anyone computes with wrong values.
 
-    `kind` is "all_gather", "reduce_scatter", "all_to_all", "all_reduce" or "broadcast" (its mean over ranks).
-    """
-    rounds = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2, "broadcast": 1}
-    if kind not in rounds:
-        raise ValueError(f"kind must be one of {', '.join(rounds)}, got {kind!r}")
-    return rounds[kind] * nbytes * (world - 1) / world
-
-
-def ring_seconds(kind: str, nbytes: float, world: int, alpha: float, beta: float) -> float:
-    """Time of a ring collective by the alpha-beta model: `alpha` seconds a message, `beta` seconds a byte.
-
-    A round has N - 1 steps, and each step sends one message of nbytes / N (Thakur, Rabenseifner and Gropp 2005).
-    """
-    messages = ring_bytes(kind, world, world)
-    return messages * alpha + ring_bytes(kind, nbytes, world) * beta
-
-
-def _in_bytes(tensors: Any) -> int:
-    if isinstance(tensors, Tensor):
-        return tensors.numel() * tensors.itemsize
-    return sum(_in_bytes(t) for t in tensors)
-
-
-# c10d operator -> (kind, index of the argument that holds the full tensor)
-_OPERATORS: dict[str, tuple[str, int]] = {
-    "_allgather_base_": ("all_gather", 0),
-    "allgather_": ("all_gather", 0),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "alltoall_base_": ("all_to_all", 0),
-    "alltoall_": ("all_to_all", 0),
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "broadcast_": ("broadcast", 0),
-    "send": ("send", 0),
-}
-_FREE = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_"}
-
-
-class Ledger(TorchDispatchMode):  # type: ignore[misc]
-    """Counts the bytes that this rank's collectives send, whoever issues them, while its `with` block runs.
-
-        with Ledger() as ledger:
-            step()
-        ledger.sent["all_gather"], ledger.total        # bytes
-
-    It listens to torch's dispatcher, so DDP, FSDP2 and DeepSpeed are counted like minizero, and nothing is left in the
-    code when it is off. gloo's reduce_scatter is booked as what it is on the wire, twice the bytes of a true one.
-    A collective the ledger does not know raises NotImplementedError instead of being missed.
+    Collectives match by their order alone: if rank 0 gathers unit a while rank 1 gathers unit b of the same size, each
+    silently gets half of the other's weights. Eight bytes a rank in a group of their own prevent it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
+    def __init__(self, names: Sequence[str], group: ProcessGroup | None) -> None:
+        self.names, ranks = names, dist.get_process_group_ranks(group)
+        # local synchronization: only this group's ranks take part, so that other groups can be made at the same time
+        self._group = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
 
-    @property
-    def total(self) -> int:
-        """All bytes this rank sent."""
-        return sum(self.sent.values())
+    def call(self, index: int) -> Callable[[], None]:
+        """Announce the unit `index`; the function returned waits for the others and compares."""
+        mine, all_ranks = torch.tensor([index]), torch.empty(dist.get_world_size(self._group), dtype=torch.int64)
+        work = launch_all_gather(all_ranks, mine, self._group)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self._book(func.__name__.split(".")[0], args)
-        return func(*args, **(kwargs or {}))
+        def check() -> None:
+            work.wait()
+            if (all_ranks != index).any():
+                calls = ", ".join(f"rank {r}: {self.names[i]!r}" for r, i in enumerate(all_ranks.tolist()))
+                raise RuntimeError(
+                    f"ranks gather different units ({calls}). With stage 3 every rank must run the same units in the "
+                    "same order; for loops that differ by rank use `with zero.gathered():`"
+                )
 
-    def _book(self, name: str, args: tuple[Any, ...]) -> None:
-        if name in _FREE or name == "wait_tensor":
-            return
-        if name not in _OPERATORS:
-            raise NotImplementedError(f"the ledger does not know what the collective {name!r} sends")
-        kind, index = _OPERATORS[name]
-        nbytes = _in_bytes(args[index])
-        self.calls[kind] += 1
-        if kind != "send":
-            boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
-            world = ProcessGroup.unbox(boxed).size()
-            doubled = kind == "reduce_scatter" and _on_cpu(args[index])
-            nbytes = round(ring_bytes(kind, nbytes, world)) * (2 if doubled else 1)
-        self.sent[kind] += nbytes
+        return check
 
 
-def _on_cpu(tensors: Any) -> bool:
-    return tensors.device.type == "cpu" if isinstance(tensors, Tensor) else _on_cpu(tensors[0])
+def timeout_of(group: ProcessGroup | None) -> timedelta:
+    """How long a collective of `group` waits before it raises."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    process_group = group or dist.distributed_c10d._get_default_group()
+    timeout: timedelta = process_group._get_backend(torch.device(device)).options._timeout
+    return timeout

@@ -64,12 +64,12 @@ def _check_parameter(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(f"parameter {name!r} is sharded already: a model, or a part of it, can be sharded once")
     if parameter.is_complex():
         raise TypeError(f"parameter {name!r} is complex: hold it as a real tensor (torch.view_as_real) to shard it")
-    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+    if isinstance(parameter, nn.UninitializedParameter):
         raise TypeError(f"parameter {name!r} is lazy: run the model once before sharding")
 
 
 def agree(plans: Sequence[Plan], stage: int, group: ProcessGroup | None) -> None:
-    """Raise ValueError on all ranks, naming the first difference, unless all ranks are about to shard the same model."""
+    """Raise ValueError on all ranks, naming the first difference, unless all are about to shard the same model."""
     mine = [f"stage {stage}"] + [
         f"unit {plan.name!r}, {holders[0].full_name!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
         for plan in plans
@@ -107,7 +107,7 @@ def materialise(
     for i, (path, module) in enumerate(modules):
         if any(t.is_meta for t in _own_tensors(module).values()):
             _give_memory(module, holders, torch.device(device))
-            (initialize or (lambda m: m.reset_parameters()))(module)
+            (initialize or _reset_parameters)(module)
             for name, tensor in _own_tensors(module).items():
                 if tensor.is_floating_point() and tensor.isnan().any():
                     raise ValueError(f"initializing module {path!r} left values of {name!r} unset")
@@ -115,6 +115,10 @@ def materialise(
             if last[plan.name] == i:
                 plan.parameters = [(hs[0].module._parameters[hs[0].name], hs) for _, hs in plan.parameters]  # type: ignore[misc]
                 yield plan
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]  # checked to be there
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -164,7 +168,8 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in known:
+                full_name = Holder(module, name, path).full_name
                 raise RuntimeError(
-                    f"parameter {Holder(module, name, path).full_name!r} was added or replaced after sharding: it would "
-                    "never be trained. Change the model (resize, parametrize, cast, extend) before sharding"
+                    f"parameter {full_name!r} was added or replaced after sharding: it would never be trained. Change "
+                    "the model (resize, parametrize, cast, extend) before sharding"
                 )

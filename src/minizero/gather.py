@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from enum import Enum, StrEnum
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import ProcessGroup, Work
 from torch.utils.hooks import RemovableHandle
 
-from minizero.collectives import launch_all_gather
+from minizero.collectives import RollCall, launch_all_gather
 from minizero.sharding import FlatParameters, NotCopied
 
 
@@ -32,51 +31,13 @@ class State(StrEnum):
     FULL = "FULL"
 
 
-class RollCall:
-    """Ranks say which unit they gather; a difference raises on every rank, before anyone computes with wrong values.
-
-    Collectives match by their order alone: if rank 0 gathers unit a while rank 1 gathers unit b of the same size, each
-    silently gets half of the other's weights. Eight bytes a rank in a group of their own prevent it.
-    """
-
-    def __init__(self, names: Sequence[str], group: ProcessGroup | None) -> None:
-        self.names, ranks = names, dist.get_process_group_ranks(group)
-        # local synchronization: only this group's ranks take part, so that other groups can be made at the same time
-        self._group = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
-
-    def call(self, index: int) -> Callable[[], None]:
-        """Announce the unit `index`; the function returned waits for the others and compares."""
-        mine, all_ranks = torch.tensor([index]), torch.empty(dist.get_world_size(self._group), dtype=torch.int64)
-        work = launch_all_gather(all_ranks, mine, self._group)
-
-        def check() -> None:
-            work.wait()
-            if (all_ranks != index).any():
-                calls = ", ".join(f"rank {r}: {self.names[i]!r}" for r, i in enumerate(all_ranks.tolist()))
-                raise RuntimeError(
-                    f"ranks gather different units ({calls}). With stage 3 every rank must run the same units in the "
-                    "same order; for loops that differ by rank use `with zero.gathered():`"
-                )
-
-        return check
-
-
-def timeout_of(group: ProcessGroup | None) -> timedelta:
-    """How long a collective of `group` waits before it raises."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    timeout: timedelta = (group or dist.group.WORLD)._get_backend(torch.device(device)).options._timeout
-    return timeout
-
-
 class Unit(NotCopied):
     """Parameters that are gathered and freed together: those of `module` that belong to no unit inside it.
 
     `flats` holds them by dtype and requires_grad. Between uses a rank has `flat.shard` of each, 1/N of the elements.
     """
 
-    def __init__(
-        self, name: str, module: nn.Module, flats: list[FlatParameters], group: ProcessGroup | None
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, flats: list[FlatParameters], group: ProcessGroup | None) -> None:
         self.name, self.module, self.flats = name, module, flats
         self.state = State.FULL
         self.is_trained = any(flat.requires_grad for flat in flats)
@@ -224,7 +185,9 @@ class Gatherer(NotCopied):
         unit.awaits_gradients = unit.is_trained
         if call is not None:
             unit.calls_in_backward.add(call)
-        i = self._index[id(unit)]  # backward goes from the root, whose index is 0, to the last unit, and down from there
+        i = self._index[
+            id(unit)
+        ]  # backward goes from the root, whose index is 0, to the last unit, and down from there
         self._gather(unit, self.units[1 : i or None][::-1])
 
     def _after_backward(self, unit: Unit, call: object, gradients: Any) -> None:
@@ -238,8 +201,10 @@ def in_backward() -> bool:
 
 
 # Values that hold no tensors, or (modules, functions, classes) none that belong to an output.
-_OPAQUE = (str, bytes, int, float, complex, type(None), Enum, type, nn.Module, torch.dtype, torch.device)
-_OPAQUE += (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_OPAQUE = (
+    *(str, bytes, int, float, complex, type(None), Enum, type, nn.Module, torch.dtype, torch.device),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -258,7 +223,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         if isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, Iterator):
-            raise TypeError(f"cannot look for tensors in a {type(item).__name__}: return a list or a tuple from forward")
+            raise TypeError(f"cannot look for tensors in a {type(item).__name__}: let forward return a list or a tuple")
         else:
             pending += _parts(item)
     return found

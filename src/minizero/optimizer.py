@@ -6,16 +6,17 @@ that treats every element by itself this is all it needs, and its state is 1/N o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from minizero.collectives import launch_all_gather
+from minizero.sharding import FlatParameters
 
 
 class Adam(Optimizer):
@@ -89,7 +90,7 @@ class Adam(Optimizer):
             states = [self.state[p] for p in some]
             kernel(
                 some,
-                [p.grad for p in some],
+                [p.grad for p in some if p.grad is not None],
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
                 [],
@@ -135,8 +136,36 @@ def check_elementwise(cls: type[Optimizer], allowed: bool) -> None:
     if cls not in ELEMENTWISE and not allowed:
         raise TypeError(
             f"{cls.__name__} is not known to treat every element by itself, and each rank holds only slices of the "
-            "parameters: norms, traces or matrix steps would be of a slice. If it is element-wise, pass elementwise=True"
+            "parameters: norms, traces or matrix steps would be a slice's. If it is element-wise, pass elementwise=True"
         )
+
+
+def slice_groups(
+    flats: Sequence[FlatParameters], groups: Iterable[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Param groups of this rank's slices, for `groups` of model parameters or their names; None: all that are trained.
+
+    Every rank gets the same groups with the same number of slices. Raises KeyError for a parameter that is not there
+    or not trained.
+    """
+    slices: dict[str | int, nn.Parameter] = {}
+    for flat in (flat for flat in flats if flat.requires_grad):
+        for leaf, placeholder, holders, piece in zip(
+            flat.leaves, flat.placeholders, flat.holders, flat.slices, strict=True
+        ):
+            slices |= {id(leaf): piece, id(placeholder): piece}
+            slices |= {holder.full_name: piece for holder in holders}
+    if groups is None:
+        return [{"params": list(dict.fromkeys(slices.values()))}]
+
+    def find(parameter: str | nn.Parameter) -> nn.Parameter:
+        key = parameter if isinstance(parameter, str) else id(parameter)
+        if key not in slices:
+            shown = repr(key) if isinstance(parameter, str) else f"of shape {tuple(parameter.shape)}"
+            raise KeyError(f"parameter {shown} is not a trained parameter of the sharded model")
+        return slices[key]
+
+    return [{**group, "params": [find(p) for p in group["params"]]} for group in groups]
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -177,4 +206,5 @@ def global_norm(gradients: list[Tensor], norm_type: float, group: ProcessGroup |
     # Gathered, not reduced with MAX: gloo's MAX loses a NaN that rank 0 does not hold.
     everyone = mine.new_empty(dist.get_world_size(group))
     launch_all_gather(everyone, mine, group).wait()
-    return torch.linalg.vector_norm(everyone, norm_type)
+    norm: Tensor = torch.linalg.vector_norm(everyone, norm_type)
+    return norm

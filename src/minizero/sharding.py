@@ -99,7 +99,7 @@ class ShardedParameter(nn.Parameter):
         placeholder.parameter_name, placeholder.home = name, parameter.device
         return placeholder
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedParameter({self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -170,7 +170,7 @@ class Holder:
 
 
 class FlatParameters:
-    """The parameters of one unit that share dtype and requires_grad, as views of one flat buffer, and this rank's shard.
+    """The parameters of a unit that share dtype and requires_grad, as views of one flat buffer, and this rank's shard.
 
     `full` has layout.padded_numel elements, `shard` has layout.shard_numel. With `aliased`, `shard` is a part of
     `full`, which then stays (stages 1 and 2); without, it is a tensor of its own and the memory of `full` comes and
@@ -179,23 +179,18 @@ class FlatParameters:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        holders: Sequence[list[Holder]],
-        rank: int,
-        world: int,
-        aliased: bool,
+        self, parameters: Sequence[tuple[nn.Parameter, list[Holder]]], rank: int, world: int, aliased: bool
     ) -> None:
-        self.leaves, self.holders, self.rank = list(parameters), list(holders), rank
-        self.names = [places[0].full_name for places in holders]
-        first = parameters[0]
+        self.leaves, self.holders = [p for p, _ in parameters], [places for _, places in parameters]
+        self.names, self.rank = [places[0].full_name for places in self.holders], rank
+        first = self.leaves[0]
         self.requires_grad, self.aliased = first.requires_grad, aliased
-        self.layout = Layout(tuple(p.shape for p in parameters), world)
+        self.layout = Layout(tuple(p.shape for p in self.leaves), world)
         self.full = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
         for leaf, view in zip(self.leaves, self.layout.unflatten(self.full), strict=True):
             view.copy_(leaf.detach())
             leaf.data = view
-            leaf.is_sharded_by_minizero = True
+            leaf.is_sharded_by_minizero = True  # type: ignore[attr-defined]
         part = self.full.view(world, -1)[rank]
         self.shard = part if aliased else part.clone()
         self.placeholders = [ShardedParameter.stand_for(p, n) for p, n in zip(self.leaves, self.names, strict=True)]
@@ -221,7 +216,7 @@ class FlatParameters:
     def let_go(self) -> None:
         """End of sharding: the modules keep the full parameters, which may be sharded anew."""
         for leaf in self.leaves:
-            del leaf.is_sharded_by_minizero
+            del leaf.is_sharded_by_minizero  # type: ignore[attr-defined]
 
     def show(self, parameters: Iterable[nn.Parameter]) -> None:
         """Put `parameters` (the leaves or the placeholders) where the modules look for them."""

@@ -52,13 +52,7 @@ def write_full_state(
     """Send rank 0's `state` to the shards and buffers of all ranks, or raise ValueError on all of them first."""
     is_first = dist.get_rank(group) == 0 and (replicas is None or dist.get_rank(replicas) == 0)
     buffers = persistent_buffers(model)
-    if is_first:
-        targets: dict[str, Tensor] = dict(buffers)
-        for flat in (flat for unit in units for flat in unit.flats):
-            for leaf, holders in zip(flat.leaves, flat.holders, strict=True):
-                targets |= {holder.full_name: leaf for holder in holders}
-        complaint = _mismatch(state, targets)
-    complaints: list[Any] = [complaint if is_first else None]
+    complaints: list[Any] = [_mismatch(state, units, buffers) if is_first else None]
     if replicas is not None:
         dist.broadcast_object_list(complaints, group=replicas, group_src=0)
     dist.broadcast_object_list(complaints, group=group, group_src=0)
@@ -79,7 +73,11 @@ def write_full_state(
         broadcast(buffer, group, replicas)
 
 
-def _mismatch(state: dict[str, Tensor], targets: dict[str, Tensor]) -> str:
+def _mismatch(state: dict[str, Tensor], units: Sequence[Unit], buffers: dict[str, Tensor]) -> str:
+    targets: dict[str, Tensor] = dict(buffers)
+    for flat in (flat for unit in units for flat in unit.flats):
+        for leaf, holders in zip(flat.leaves, flat.holders, strict=True):
+            targets |= {holder.full_name: leaf for holder in holders}
     for name, target in targets.items():
         if name not in state:
             return f"key {name!r} is missing"

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from minizero.construct import Plan, agree, broadcast, check_model, materialise, plan_units
 from minizero.gather import Gatherer, State, Unit, in_backward
-from minizero.optimizer import check_elementwise, clip_grad_norm
+from minizero.optimizer import check_elementwise, clip_grad_norm, slice_groups
 from minizero.reduce import Reducer
 from minizero.sharding import FlatParameters, NotCopied
 from minizero.whole import read_full_state, take_from_rank_0, write_full_state
@@ -81,7 +81,7 @@ class Zero(NotCopied):
             key = {id(p): (str(p.dtype), p.requires_grad) for p, _ in plan.parameters}
             members = sorted(plan.parameters, key=lambda member: key[id(member[0])])
             flats = [
-                FlatParameters(*zip(*same, strict=True), rank=rank, world=world, aliased=self.stage < 3)
+                FlatParameters(list(same), rank, world, aliased=self.stage < 3)
                 for _, same in groupby(members, key=lambda member: key[id(member[0])])
             ]
             built[plan.name] = unit = Unit(plan.name, plan.module, flats, self.group)
@@ -110,7 +110,7 @@ class Zero(NotCopied):
     def _begin_backward(self) -> None:
         if not self._backward_runs:
             self._backward_runs = self._has_unreduced = True
-            Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         if self.stage > 1:
@@ -141,15 +141,7 @@ class Zero(NotCopied):
         be element-wise, unless `elementwise` says it is; KeyError for a parameter that is not there or not trained.
         """
         check_elementwise(cls, elementwise)
-        slices: dict[str | int, nn.Parameter] = {}
-        for unit in self.units:
-            for flat in unit.flats:
-                for i, piece in enumerate(flat.slices if flat.requires_grad else ()):
-                    slices |= {id(flat.leaves[i]): piece, id(flat.placeholders[i]): piece}
-                    slices |= {holder.full_name: piece for holder in flat.holders[i]}
-        if groups is None:
-            groups = [{"params": [name for name, _ in self.named_slices()]}]
-        optimizer = cls([{**g, "params": [_find(slices, p) for p in g["params"]]} for g in groups], **options)
+        optimizer = cls(slice_groups([flat for unit in self.units for flat in unit.flats], groups), **options)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -261,11 +253,3 @@ class Zero(NotCopied):
                 flat.let_go()
         del self.model.zero_grad
         return self.model
-
-
-def _find(slices: dict[str | int, nn.Parameter], parameter: str | nn.Parameter) -> nn.Parameter:
-    key = parameter if isinstance(parameter, str) else id(parameter)
-    if key not in slices:
-        shown = repr(key) if isinstance(parameter, str) else f"of shape {tuple(parameter.shape)}"
-        raise KeyError(f"parameter {shown} is not a trained parameter of the sharded model")
-    return slices[key]
