@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+# torch._dynamo: the first optimizer of a process imports it, which would cost every rank some seconds
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy", "minizero.zero"])
 
 
 class RankFailure(AssertionError):

@@ -1,12 +1,32 @@
-"""ZeRO stages 1 to 3 built from scratch, one module per chapter of the book."""
+"""ZeRO stages 1 to 3 built from scratch, one module per chapter of the book.
 
-from minizero.collectives import init_distributed
-from minizero.ledger import Ledger
-from minizero.models import GPT, GPTConfig
-from minizero.optimizer import Adam, AdamW, NonFiniteGradientError
-from minizero.sharding import ShardedAccessError
-from minizero.zero import Zero
+Names are looked up when they are first used: a notebook that only starts ranks does not wait for torch.
+"""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minizero.collectives import init_distributed
+    from minizero.ledger import Ledger
+    from minizero.models import GPT, GPTConfig
+    from minizero.optimizer import Adam, AdamW, NonFiniteGradientError
+    from minizero.replicate import Replicated
+    from minizero.sharding import ShardedAccessError
+    from minizero.zero import Zero
+
+_MODULES = {
+    "GPT": "models",
+    "GPTConfig": "models",
+    "Adam": "optimizer",
+    "AdamW": "optimizer",
+    "Ledger": "ledger",
+    "NonFiniteGradientError": "optimizer",
+    "Replicated": "replicate",
+    "ShardedAccessError": "sharding",
+    "Zero": "zero",
+    "init_distributed": "collectives",
+}
 __all__ = [
     "GPT",
     "Adam",
@@ -14,7 +34,14 @@ __all__ = [
     "GPTConfig",
     "Ledger",
     "NonFiniteGradientError",
+    "Replicated",
     "ShardedAccessError",
     "Zero",
     "init_distributed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'minizero' has no attribute {name!r}")
+    return getattr(import_module(f"minizero.{_MODULES[name]}"), name)

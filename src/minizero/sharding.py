@@ -90,6 +90,7 @@ class ShardedParameter(nn.Parameter):
 
     parameter_name: str
     home: torch.device
+    in_apply = False
 
     @staticmethod
     def stand_for(parameter: nn.Parameter, name: str) -> ShardedParameter:
@@ -113,7 +114,7 @@ class ShardedParameter(nn.Parameter):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Properties arrive as their getter or setter: the property's name is on the object the method is bound to.
-        kind = func.__name__
+        kind: str = func.__name__
         name = func.__self__.__name__ if kind in ("__get__", "__set__") else kind
         self = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter))
         if kind != "__set__" and name in _DESCRIPTION:
@@ -121,6 +122,12 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if kind == "__get__" and name in ("device", "is_cuda", "is_cpu", "is_meta"):
             return self.home if name == "device" else self.home.type == name.removeprefix("is_")
+        # nn.Module._apply, behind model.to(), asks for this, sets p.data to what p.to() returned, and reads p.grad.
+        if name == "_has_compatible_shallow_copy_type" and args[0] is args[1]:
+            return True
+        in_apply, self.in_apply = self.in_apply, name == "data" and kind == "__set__" and args[1] is self
+        if self.in_apply or (in_apply and name == "grad" and kind == "__get__"):
+            return None
         if _changes_nothing(self, kind, name, args, kwargs or {}):
             return self
         refuse(self.parameter_name, "be gathered by " + repr(name))
@@ -128,10 +135,6 @@ class ShardedParameter(nn.Parameter):
 
 def _changes_nothing(p: ShardedParameter, kind: str, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the call leaves the parameter as it is, as `model.to(device)` does when it is there already."""
-    if name == "_has_compatible_shallow_copy_type":  # nn.Module._apply asks before it sets p.data to what to() returned
-        return args[0] is args[1]
-    if name == "data" and kind == "__set__":
-        return args[1] is p
     if name in ("cpu", "cuda", "float", "double", "half", "bfloat16"):
         dtype = {"float": torch.float32, "double": torch.float64}.get(name, getattr(torch, name, None))
         return p.home.type == name or p.dtype == dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from minizero.construct import broadcast
 from minizero.gather import Gatherer, State, Unit
+from minizero.sharding import ShardedParameter
 
 
 @torch.no_grad()
@@ -73,7 +74,9 @@ def write_full_state(
         broadcast(buffer, group, replicas)
 
 
-def _mismatch(state: dict[str, Tensor], units: Sequence[Unit], buffers: dict[str, Tensor]) -> str:
+def _mismatch(state: Any, units: Sequence[Unit], buffers: dict[str, Tensor]) -> str:
+    if not isinstance(state, Mapping):
+        return f"it is a {type(state).__name__}, not a dict of tensors"
     targets: dict[str, Tensor] = dict(buffers)
     for flat in (flat for unit in units for flat in unit.flats):
         for leaf, holders in zip(flat.leaves, flat.holders, strict=True):
@@ -81,9 +84,12 @@ def _mismatch(state: dict[str, Tensor], units: Sequence[Unit], buffers: dict[str
     for name, target in targets.items():
         if name not in state:
             return f"key {name!r} is missing"
-        if state[name].shape != target.shape:
-            return f"key {name!r} has shape {tuple(state[name].shape)}, the model has {tuple(target.shape)}"
-    unknown = sorted(state.keys() - targets.keys())
+        value = state[name]
+        if not isinstance(value, Tensor) or isinstance(value, ShardedParameter) or value.is_meta:
+            return f"key {name!r} is no tensor with values: {type(value).__name__}"
+        if value.shape != target.shape:
+            return f"key {name!r} has shape {tuple(value.shape)}, the model has {tuple(target.shape)}"
+    unknown = sorted(str(name) for name in state.keys() - targets.keys())
     return f"key {unknown[0]!r} is not in the model" if unknown else ""
 
 

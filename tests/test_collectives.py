@@ -1,0 +1,128 @@
+"""collectives.py: the rings against torch's own collectives, the true reduce-scatter, and the roll call."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankFailure, run_ranks
+
+from minizero.collectives import (
+    ReduceScatter,
+    RollCall,
+    init_distributed,
+    launch_all_gather,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    timeout_of,
+)
+
+
+def _rings() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    for numel in (0, 1, 3, 8):
+        shard = torch.randn(numel, generator=generator, dtype=torch.float64)
+        full, expected = torch.empty(numel * world).double(), torch.empty(numel * world).double()
+        ring_all_gather(full, shard)
+        launch_all_gather(expected, shard).wait()
+        assert torch.equal(full, expected)
+        assert torch.equal(full[rank * numel : (rank + 1) * numel], shard)
+
+        gradient = torch.randn(numel * world, generator=generator, dtype=torch.float64)
+        kept, total = gradient.clone(), gradient.clone()
+        dist.all_reduce(total)
+        part = torch.empty(numel).double()
+        ring_reduce_scatter(part, gradient)
+        torch.testing.assert_close(part, total[rank * numel : (rank + 1) * numel], rtol=0, atol=1e-14)
+        assert torch.equal(gradient, kept)
+        torch.testing.assert_close(ReduceScatter(gradient).land(), part, rtol=0, atol=1e-14)
+
+    for shape in ((), (1,), (2, 3), (7,)):  # lengths that the ranks do not divide, and fewer elements than ranks
+        tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
+        total = tensor.clone()
+        dist.all_reduce(total)
+        ring_all_reduce(tensor)
+        torch.testing.assert_close(tensor, total, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_rings_equal_the_backend(world: int) -> None:
+    run_ranks(world, _rings)
+
+
+def _ring_shapes() -> None:
+    with pytest.raises(ValueError, match=r"full \(5,\), shard \(2,\), 2 ranks"):
+        ring_all_gather(torch.empty(5), torch.empty(2))
+    with pytest.raises(ValueError, match="full must be 1-D"):
+        ring_reduce_scatter(torch.empty(2), torch.empty(2, 2))
+
+
+def test_rings_refuse_shapes_that_do_not_fit() -> None:
+    run_ranks(2, _ring_shapes)
+
+
+def _low_precision() -> list[float]:
+    # 1 + 3 * 2**-8: each addend alone is lost in bf16, whose steps above 1 are 2**-7
+    values = {0: 1.0, 1: 2.0**-8, 2: 2.0**-8, 3: 2.0**-8}
+    full = torch.full((4,), values[dist.get_rank()], dtype=torch.bfloat16)
+    total = ReduceScatter(full).land()
+    assert total.dtype == torch.float32
+    return total.tolist()
+
+
+def test_reduce_scatter_sums_bfloat16_in_fp32() -> None:
+    assert run_ranks(4, _low_precision) == [[1.0 + 3 * 2.0**-8]] * 4
+
+
+def _disagree(same: bool) -> None:
+    roll_call = RollCall(["a", "b"], None)
+    check = roll_call.call(0 if same else dist.get_rank())
+    if same:
+        check()
+        return
+    with pytest.raises(RuntimeError, match=r"different units \(rank 0: 'a', rank 1: 'b'\)"):
+        check()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_roll_call_names_the_units_on_both_ranks(same: bool) -> None:
+    run_ranks(2, _disagree, same)
+
+
+def _timeout() -> float:
+    return timeout_of(None).total_seconds()
+
+
+def test_roll_call_waits_as_long_as_the_group() -> None:
+    assert run_ranks(2, _timeout, group_timeout=17.0) == [17.0, 17.0]
+
+
+def _alone() -> tuple[str, int, str]:
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    device = init_distributed(timeout=5)
+    assert init_distributed() == device  # a second call keeps the group
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds, got 0"):
+        init_distributed(timeout=0)
+    return str(device), dist.get_world_size(), timeout_of(None).total_seconds()
+
+
+def test_init_distributed_without_a_launcher_is_a_group_of_one() -> None:
+    device, world, timeout = run_ranks(1, _alone)[0]
+    assert (world, timeout) == (1, 5.0)
+    assert device == ("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def _raise_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("the root cause")
+    dist.barrier()
+
+
+def test_harness_shows_the_first_failure() -> None:
+    with pytest.raises(RankFailure, match="the root cause") as failure:
+        run_ranks(2, _raise_on_rank_1, timeout=30)
+    assert failure.value.ranks[0] == 1
