@@ -122,11 +122,11 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if kind == "__get__" and name in ("device", "is_cuda", "is_cpu", "is_meta"):
             return self.home if name == "device" else self.home.type == name.removeprefix("is_")
-        # nn.Module._apply, behind model.to(), asks for this, sets p.data to what p.to() returned, and reads p.grad.
-        if name == "_has_compatible_shallow_copy_type" and args[0] is args[1]:
+        # nn.Module._apply, behind model.to(), asks whether it may set p.data to what p.to() returned, reads p.grad, sets.
+        in_apply, self.in_apply = self.in_apply, name == "_has_compatible_shallow_copy_type" and args[0] is args[1]
+        if self.in_apply:
             return True
-        in_apply, self.in_apply = self.in_apply, name == "data" and kind == "__set__" and args[1] is self
-        if self.in_apply or (in_apply and name == "grad" and kind == "__get__"):
+        if in_apply and name == "grad" and kind == "__get__":
             return None
         if _changes_nothing(self, kind, name, args, kwargs or {}):
             return self
@@ -138,6 +138,8 @@ def _changes_nothing(p: ShardedParameter, kind: str, name: str, args: Sequence[A
     if name in ("cpu", "cuda", "float", "double", "half", "bfloat16"):
         dtype = {"float": torch.float32, "double": torch.float64}.get(name, getattr(torch, name, None))
         return p.home.type == name or p.dtype == dtype
+    if name == "data" and kind == "__set__":
+        return args[1] is p
     if name == "requires_grad_" or (name == "requires_grad" and kind == "__set__"):
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         return bool(wanted) == p.requires_grad
