@@ -133,15 +133,20 @@ class ReduceScatter:
 
     `full` has N * n elements. What goes over the wire keeps the dtype of `full`; the sum is taken in fp32, or in fp64
     for fp64 input. gloo's reduce_scatter is an all-reduce and a slice, twice the bytes, and in low precision NCCL adds
-    in low precision; in both cases the ranks exchange slices and each adds up its own.
+    in low precision; in both cases the ranks exchange slices and each adds up its own, which takes a second buffer of
+    N * n elements. `allocate(like)` makes it; both buffers are free again, as `buffers`, after `land()`.
     """
 
-    def __init__(self, full: Tensor, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        full: Tensor,
+        group: ProcessGroup | None = None,
+        allocate: Callable[[Tensor], Tensor] = torch.empty_like,
+    ) -> None:
         world = dist.get_world_size(group)
         self._exchanges = full.device.type == "cpu" or full.itemsize < 4
-        self._full = full  # the collective reads it until it has landed
-        size = full.numel() if self._exchanges else full.numel() // world
-        self._received = torch.empty(size, dtype=full.dtype, device=full.device)
+        self._received = allocate(full) if self._exchanges else full.new_empty(full.numel() // world)
+        self.buffers = [full, self._received] if self._exchanges else [full]
         with torch.no_grad():
             if self._exchanges:
                 self._work = dist.all_to_all_single(self._received, full, group=group, async_op=True)

@@ -20,6 +20,30 @@ from minizero.gather import Unit
 from minizero.sharding import FlatParameters, NotCopied
 
 
+class Spares:
+    """Buffers that one unit's reduction has left and the next one's can use, instead of asking for new memory.
+
+    `clear()` at the end of backward returns them: between steps nothing is kept.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """A tensor like `like`, its values whatever was in it."""
+        buffers = self._buffers.get((like.shape, like.dtype))
+        return buffers.pop() if buffers else torch.empty_like(like)
+
+    def give(self, buffers: Sequence[Tensor]) -> None:
+        """Keep `buffers` for the next `take`; nobody reads them any more."""
+        for buffer in buffers:
+            self._buffers.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+
+    def clear(self) -> None:
+        """Free all of them."""
+        self._buffers.clear()
+
+
 class Bucket(NotCopied):
     """The full gradient of one FlatParameters (padded_numel elements) while this rank collects it.
 
@@ -27,8 +51,8 @@ class Bucket(NotCopied):
     ranks alike, also when it was used on some of them.
     """
 
-    def __init__(self, flat: FlatParameters) -> None:
-        self.flat = flat
+    def __init__(self, flat: FlatParameters, spares: Spares) -> None:
+        self.flat, self._spares = flat, spares
         self._gradients: Tensor | None = None
         self._collected: set[int] = set()
         self.missing: set[int] = set()  # in this pass over the unit; reentrant checkpointing makes several
@@ -48,7 +72,7 @@ class Bucket(NotCopied):
         gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
         leaf.grad = None
         if self._gradients is None:
-            self._gradients = self.flat.full.new_empty(layout.padded_numel)
+            self._gradients = self._spares.take(self.flat.full)
         part = self._gradients[layout.offsets[index] : layout.offsets[index + 1]].view(gradient.shape)
         if index in self._collected:  # reentrant checkpointing hands over one gradient for each use
             part += gradient
@@ -65,21 +89,23 @@ class Bucket(NotCopied):
         """Start the reduce-scatter of what is here, with zeros for what is not."""
         layout = self.flat.layout
         if self._gradients is None:
-            self._gradients = self.flat.full.new_empty(layout.padded_numel)
+            self._gradients = self._spares.take(self.flat.full)
         for index in range(len(self.flat.leaves)):
             if index not in self._collected:
                 self._gradients[layout.offsets[index] : layout.offsets[index + 1]].zero_()
         self._gradients[layout.numel :].zero_()
-        self._flight = ReduceScatter(self._gradients, group)
+        self._flight = ReduceScatter(self._gradients, group, self._spares.take)
         self.drop()
 
     def land(self, divisor: int, replicas: ProcessGroup | None) -> None:
         """Wait for the sum, add it over the replicas, divide, and add the mean to the gradients of the slices."""
         assert self._flight is not None, "land() follows launch()"
-        total, self._flight = self._flight.land(), None
+        total = self._flight.land()
+        self._spares.give(self._flight.buffers)
+        self._flight = None
         if replicas is not None:
             dist.all_reduce(total, group=replicas)
-        self.flat.add_gradient((total / divisor).to(self.flat.shard.dtype))
+        self.flat.add_gradient(total.div_(divisor).to(self.flat.shard.dtype))
 
     def drop(self) -> None:
         """Forget what was collected."""
@@ -105,7 +131,10 @@ class Reducer(NotCopied):
     ) -> None:
         self._group, self._replicas, self._release = group, replicas, release
         self._order = [unit for unit in reversed(units) if unit.is_trained]
-        self._buckets = {unit: [Bucket(flat) for flat in unit.flats if flat.requires_grad] for unit in self._order}
+        self._spares = Spares()
+        self._buckets = {
+            unit: [Bucket(flat, self._spares) for flat in unit.flats if flat.requires_grad] for unit in self._order
+        }
         self._divisor = dist.get_world_size(group) * (dist.get_world_size(replicas) if replicas else 1)
         self._complete: set[Unit] = set()
         self._launched = 0  # how many units of the order this backward has launched
@@ -163,6 +192,7 @@ class Reducer(NotCopied):
             self._land_first()
         self._complete.clear()
         self._launched = 0
+        self._spares.clear()
 
     @torch.no_grad()
     def reduce_all(self) -> None:
