@@ -37,18 +37,21 @@ class RankFailure(AssertionError):
 
 
 def _worker(
-    rank: int, world: int, store: str, timeout: float, conn: Connection, fn: Callable[..., Any], args: Any
+    rank: int, world: int, store: str | None, timeout: float, conn: Connection, fn: Callable[..., Any], args: Any
 ) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan when the forkserver goes
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), GLOO_SOCKET_IFNAME="lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-        )
+        if store is not None:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            )
         reply = ("ok", fn(*args))
-        dist.barrier()
+        if dist.is_initialized():
+            dist.barrier()
     except BaseException:
         reply = ("error", traceback.format_exc())
     conn.send_bytes(pickle.dumps(reply))
@@ -59,15 +62,21 @@ def _worker(
 
 
 def run_ranks(
-    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, group_timeout: float | None = None
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    group_timeout: float | None = None,
+    start_group: bool = True,
 ) -> list[Any]:
     """Run the module-level function `fn(*args)` on `world` ranks; return what each returned, in rank order.
 
-    `timeout` seconds bound the whole run, `group_timeout` (default: the same) one collective. A failing rank raises
-    RankFailure with its traceback first; its peers get two seconds to report theirs, then they are killed.
+    `timeout` seconds bound the whole run, `group_timeout` (default: the same) one collective; with `start_group` False
+    the process group is left to `fn`. A failing rank raises RankFailure with its traceback first; its peers get two
+    seconds to report theirs, then they are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        store, limit = os.path.join(folder, "store"), group_timeout or timeout
+        store, limit = os.path.join(folder, "store") if start_group else None, group_timeout or timeout
         pipes = [_context.Pipe(duplex=False) for _ in range(world)]
         ranks = [
             _context.Process(target=_worker, args=(r, world, store, limit, pipes[r][1], fn, args), daemon=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ def plan_units(model: nn.Module, units: Iterable[nn.Module] | None) -> list[Plan
         chains = [[u for u in sorted(plans, key=len) if _is_inside(holder.path, u)] for holder in holders]
         common = [u for u in chains[0] if all(u in chain for chain in chains)]
         plans[common[-1]].parameters.append((parameter, holders))
+    _check_memory(model)
     if not any(plan.parameters for plan in plans.values()):
         raise ValueError("the model has no parameters to shard")
     return [plan for path, plan in plans.items() if plan.parameters or path == ""]
@@ -66,6 +68,20 @@ def _check_parameter(parameter: nn.Parameter, name: str) -> None:
         raise TypeError(f"parameter {name!r} is complex: hold it as a real tensor (torch.view_as_real) to shard it")
     if isinstance(parameter, nn.UninitializedParameter):
         raise TypeError(f"parameter {name!r} is lazy: run the model once before sharding")
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Two Parameters in one memory are tied for torch; flattened they would be two, and drift apart."""
+    ranges = []
+    for parameter, holders in holders_of(model):
+        if parameter.numel() > 0 and not parameter.is_meta:
+            reach = sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+            start = parameter.data_ptr()
+            ranges.append((start, start + reach * parameter.itemsize, holders[0].full_name))
+    ranges.sort()
+    for (_, end, first), (start, _, second) in pairwise(ranges):
+        if start < end:
+            raise ValueError(f"parameters {first!r} and {second!r} share memory: tie them as one nn.Parameter")
 
 
 def agree(plans: Sequence[Plan], stage: int, group: ProcessGroup | None) -> None:
