@@ -17,7 +17,13 @@ from torch import Tensor, nn
 import minizero
 
 
-def random_batches(steps: int, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+def in_double(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)` on a rank, with float64 as the default: what differs then is wrong, not rounded otherwise."""
+    torch.set_default_dtype(torch.float64)
+    return fn(*args)
+
+
+def random_batches(steps: int, *shape: int, seed: int = 1, dtype: torch.dtype | None = None) -> list[list[Tensor]]:
     """`batches[step][rank]`: a different normal tensor of `shape` for each."""
     generator = torch.Generator().manual_seed(seed)
     world = dist.get_world_size()

@@ -11,8 +11,10 @@ from harness import run_ranks
 from torch import nn
 
 import minizero
-from minizero.gather import State, Unit, in_backward, tensors_in
-from minizero.sharding import FlatParameters, ShardedParameter, holders_of
+from minizero.gather import State, Unit, in_backward
+from minizero.outputs import tensors_in
+from minizero.placeholder import ShardedParameter
+from minizero.sharding import FlatParameters, holders_of
 
 
 def _verbs() -> None:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minizero
 from minizero.construct import default_units, plan_units
-from minizero.sharding import ShardedParameter
+from minizero.placeholder import ShardedParameter
 
 CONFIG = {"vocab_size": 16, "context": 8, "layers": 3, "width": 8, "heads": 2}
 
@@ -198,3 +198,38 @@ def _unwrap(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_unwrap_gives_the_plain_model_back(stage: int) -> None:
     run_ranks(2, _unwrap, stage)
+
+
+def _penalty(stage: int) -> None:
+    """A loss that reads parameters and never runs the model."""
+    torch.manual_seed(0)
+    model, reference = nn.Linear(3, 2), nn.Linear(3, 2)
+    zero = minizero.Zero(model, stage=stage)
+    optimizer = zero.optimizer(torch.optim.SGD, lr=0.5)
+    reference.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(reference.parameters(), lr=0.5)
+    for m, o in ((model, optimizer), (reference, plain)):
+        sum(p.square().sum() for p in m.parameters()).backward()
+        o.step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_loss_of_parameters_alone_is_reduced(stage: int) -> None:
+    run_ranks(2, _penalty, stage)
+
+
+def _inference() -> None:
+    pair = Pair(_gpt, 3, loss_of=_loss, optimizer=torch.optim.SGD, options={"lr": 0.5})
+    tokens = _tokens(1)[0][0][:, :8]
+    with torch.inference_mode():
+        torch.testing.assert_close(pair.model(tokens), pair.reference(tokens), rtol=0, atol=1e-12)
+    check_clean(pair.zero)
+    pair.backward(_tokens(1)[0])
+    pair.step()
+    pair.check()
+
+
+def test_inference_mode_then_training() -> None:
+    run_ranks(2, _inference)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from minizero.ledger import Ledger
     from minizero.models import GPT, GPTConfig
     from minizero.optimizer import Adam, AdamW, NonFiniteGradientError
+    from minizero.placeholder import ShardedAccessError
     from minizero.replicate import Replicated
-    from minizero.sharding import ShardedAccessError
     from minizero.zero import Zero
 
 _MODULES = {
@@ -23,7 +23,7 @@ _MODULES = {
     "Ledger": "ledger",
     "NonFiniteGradientError": "optimizer",
     "Replicated": "replicate",
-    "ShardedAccessError": "sharding",
+    "ShardedAccessError": "placeholder",
     "Zero": "zero",
     "init_distributed": "collectives",
 }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minizero.gather import Unit
-from minizero.sharding import Holder, holders_of
+from minizero.sharding import Holder, holders_of, raise_replaced
 
 
 @dataclass
@@ -122,8 +122,11 @@ def materialise(
     holders = {id(p): places for plan in plans for p, places in plan.parameters}
     for i, (path, module) in enumerate(modules):
         if any(t.is_meta for t in _own_tensors(module).values()):
+            settled = {name: t.detach().clone() for name, t in _own_tensors(module).items() if not t.is_meta}
             _give_memory(module, holders, torch.device(device))
             (initialize or _reset_parameters)(module)
+            for name, value in settled.items():  # a tied weight has its values already
+                _own_tensors(module)[name].data.copy_(value)
             for name, tensor in _own_tensors(module).items():
                 if tensor.is_floating_point() and tensor.isnan().any():
                     raise ValueError(f"initializing module {path!r} left values of {name!r} unset")
@@ -184,8 +187,4 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in known:
-                full_name = Holder(module, name, path).full_name
-                raise RuntimeError(
-                    f"parameter {full_name!r} was added or replaced after sharding: it would never be trained. Change "
-                    "the model (resize, parametrize, cast, extend) before sharding"
-                )
+                raise_replaced(Holder(module, name, path).full_name)

@@ -6,9 +6,8 @@ all-gather, `wait` ends it, `reshard` lets the full parameters go. Hooks call th
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum, StrEnum
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,9 @@ from torch.distributed import ProcessGroup, Work
 from torch.utils.hooks import RemovableHandle
 
 from minizero.collectives import RollCall, launch_all_gather
-from minizero.sharding import FlatParameters, NotCopied
+from minizero.outputs import HINT, is_plain, tensors_in
+from minizero.placeholder import NotCopied
+from minizero.sharding import FlatParameters
 
 
 class State(StrEnum):
@@ -44,7 +45,8 @@ class Unit(NotCopied):
         self.has_frozen = not all(flat.requires_grad for flat in flats)
         self.awaits_gradients = False  # backward has reached this unit and not yet left it with all its gradients
         self.calls_in_backward: set[object] = set()  # calls whose inputs' gradients are still to come
-        self.recomputed_calls = 0  # calls without a graph in a forward that has one: reentrant checkpointing
+        self.calls = 0  # in forwards that have a graph, since the last backward
+        self.is_recomputed = False  # one of them had none of its own: reentrant checkpointing
         self._group = group
         self._works: list[Work] = []
         self._check: Callable[[], None] | None = None
@@ -123,7 +125,7 @@ class Gatherer(NotCopied):
         """Register the hooks of every unit."""
         for unit in self.units:
             before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
-            yield unit.module.register_forward_pre_hook(before)
+            yield unit.module.register_forward_pre_hook(before, prepend=True)  # the user's may read parameters
             yield unit.module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     def unshard(self, unit: Unit) -> None:
@@ -133,7 +135,7 @@ class Gatherer(NotCopied):
     def reshard_all(self) -> None:
         """Leave every unit SHARDED and forget what a backward that did not end was waiting for."""
         for unit in self.units:
-            unit.awaits_gradients, unit.recomputed_calls = False, 0
+            unit.awaits_gradients, unit.calls, unit.is_recomputed = False, 0, False
             unit.calls_in_backward.clear()
             self.release(unit)
 
@@ -154,8 +156,9 @@ class Gatherer(NotCopied):
         i, has_graph, recomputes = self._index[id(unit)], torch.is_grad_enabled(), in_backward()
         if i == 0:
             self._in_forward, self._root_has_graph = True, has_graph
-        if self._root_has_graph and not has_graph and not recomputes:
-            unit.recomputed_calls += 1
+        if self._root_has_graph and not recomputes:
+            unit.calls += 1
+            unit.is_recomputed |= not has_graph
         # Without the root's forward around it, nobody would reshard a unit that was gathered ahead in vain.
         self._gather(unit, self.units[i + 1 :] if self._in_forward and not recomputes else ())
 
@@ -176,11 +179,19 @@ class Gatherer(NotCopied):
         call = object() if sources else None
         if sources:
             register_multi_grad_hook(sources, partial(self._after_backward, unit, call))
-        for tensor in tensors_in(output):
+        tensors = tensors_in(output)
+        if self.frees and unit.is_trained and not tensors and not is_plain(output):
+            raise TypeError(f"unit {unit.name!r}: no tensor found in its output, a {type(output).__name__}: {HINT}")
+        for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, unit, call))
 
     def _before_backward(self, unit: Unit, call: object | None, gradient: Tensor) -> None:
+        if torch.is_grad_enabled() and self.frees and not self.holds:
+            raise RuntimeError(
+                f"unit {unit.name!r}: create_graph=True would keep parameters that stage 3 frees; use stage 1 or 2, or "
+                "run forward and backward inside `with zero.gathered():`"
+            )
         self.begin_backward()
         unit.awaits_gradients = unit.is_trained
         if call is not None:
@@ -198,47 +209,3 @@ class Gatherer(NotCopied):
 def in_backward() -> bool:
     """Whether autograd's backward is running in this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-# Values that hold no tensors, or (modules, functions, classes) none that belong to an output.
-_OPAQUE = (
-    *(str, bytes, int, float, complex, type(None), Enum, type, nn.Module, torch.dtype, torch.device),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
-)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor inside `value`, once: in sequences, mappings, dataclasses and objects with attributes or slots.
-
-    Raises TypeError for an iterator, whose tensors could not be seen without using it up.
-    """
-    found: list[Tensor] = []
-    seen: set[int] = set()
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, _OPAQUE) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, Iterator):
-            raise TypeError(f"cannot look for tensors in a {type(item).__name__}: let forward return a list or a tuple")
-        else:
-            pending += _parts(item)
-    return found
-
-
-def _parts(item: Any) -> list[Any]:
-    parts = list(vars(item).values()) if hasattr(item, "__dict__") else []
-    parts += [getattr(item, name) for cls in type(item).__mro__ for name in _slots(cls) if hasattr(item, name)]
-    if isinstance(item, Mapping):
-        parts += item.values()
-    elif isinstance(item, (list, tuple, set, frozenset)):
-        parts += item
-    return parts
-
-
-def _slots(cls: type) -> Sequence[str]:
-    slots: str | Sequence[str] = cls.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else slots

@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from minizero.collectives import ReduceScatter
 from minizero.gather import Unit
-from minizero.sharding import FlatParameters, NotCopied
+from minizero.placeholder import NotCopied
+from minizero.sharding import FlatParameters
 
 
 class Spares:
@@ -118,8 +119,9 @@ class Reducer(NotCopied):
     """Launches the units' reductions in the reverse order of `units`, whatever order this rank's graph has.
 
     Collectives match by order. A rank whose batch skips a branch completes its buckets in another order, or not at
-    all, so a complete unit waits for those before it, and the end of backward launches the rest. `release` is called
-    when a unit's gradients are all here: backward needs its parameters no more.
+    all, so a complete unit waits for those before it, and the end of backward launches the rest. With `in_backward`
+    False (stage 1) gradients stay on the parameters until `reduce_all`. `begin_backward` is called whenever autograd
+    has a gradient, `release` when a unit's gradients are all here: backward needs its parameters no more.
     """
 
     def __init__(
@@ -127,9 +129,12 @@ class Reducer(NotCopied):
         units: Sequence[Unit],
         group: ProcessGroup | None,
         replicas: ProcessGroup | None,
+        in_backward: bool,
+        begin_backward: Callable[[], None],
         release: Callable[[Unit], None],
     ) -> None:
-        self._group, self._replicas, self._release = group, replicas, release
+        self._group, self._replicas, self._in_backward = group, replicas, in_backward
+        self._begin_backward, self._release = begin_backward, release
         self._order = [unit for unit in reversed(units) if unit.is_trained]
         self._spares = Spares()
         self._buckets = {
@@ -141,7 +146,7 @@ class Reducer(NotCopied):
         self._flying: list[Unit] = []
 
     def attach(self) -> Iterator[RemovableHandle]:
-        """Collect each gradient when autograd has accumulated it (stages 2 and 3)."""
+        """Hear of each gradient when autograd has accumulated it."""
         for unit, buckets in self._buckets.items():
             for bucket in buckets:
                 for index, leaf in enumerate(bucket.flat.leaves):
@@ -150,13 +155,16 @@ class Reducer(NotCopied):
 
     @torch.no_grad()
     def _on_gradient(self, unit: Unit, bucket: Bucket, index: int, leaf: Tensor) -> None:
+        self._begin_backward()
+        if not self._in_backward:
+            return
         bucket.collect(index)
         if not any(b.missing for b in self._buckets[unit]):
             for b in self._buckets[unit]:
                 b.expect_all()
             unit.awaits_gradients = False
             self._release(unit)
-            if unit.recomputed_calls < 2:  # else more gradients follow: one reduction, at the end of backward
+            if unit.calls < 2 or not unit.is_recomputed:  # else more follow: one reduction, at the end of backward
                 self._complete.add(unit)
                 self._launch_complete()
 

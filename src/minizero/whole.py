@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from minizero.construct import broadcast
 from minizero.gather import Gatherer, State, Unit
-from minizero.sharding import ShardedParameter
+from minizero.placeholder import ShardedParameter
 
 
 @torch.no_grad()

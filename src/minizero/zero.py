@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 from minizero.construct import Plan, agree, broadcast, check_model, materialise, plan_units
 from minizero.gather import Gatherer, State, Unit, in_backward
 from minizero.optimizer import check_elementwise, clip_grad_norm, slice_groups
+from minizero.placeholder import NotCopied
 from minizero.reduce import Reducer
-from minizero.sharding import FlatParameters, NotCopied
+from minizero.sharding import FlatParameters
 from minizero.whole import read_full_state, take_from_rank_0, write_full_state
 
 
@@ -66,12 +67,12 @@ class Zero(NotCopied):
         plans = plan_units(model, units)
         agree(plans, stage, group)
         self.units = self._build(plans, initialize)
-        self._gatherer = Gatherer(self.units, group, prefetch, frees=stage == 3, begin_backward=self._begin_backward)
-        self._reducer = Reducer(self.units, group, replicas, release=self._gatherer.release)
+        begin = self._begin_backward
+        self._gatherer = Gatherer(self.units, group, prefetch, frees=stage == 3, begin_backward=begin)
+        self._reducer = Reducer(self.units, group, replicas, stage > 1, begin, self._gatherer.release)
         self._backward_runs = self._has_unreduced = False
-        self._handles = [model.register_forward_pre_hook(self._before_model), *self._gatherer.attach()]
-        if stage > 1:
-            self._handles += self._reducer.attach()
+        self._handles = [*self._gatherer.attach(), *self._reducer.attach()]
+        self._handles.append(model.register_forward_pre_hook(self._before_model, prepend=True))
         model.zero_grad = self.zero_grad  # type: ignore[method-assign]  # gradients are where it would not look
 
     def _build(self, plans: Sequence[Plan], initialize: Callable[[nn.Module], Any] | None) -> list[Unit]:
@@ -207,13 +208,15 @@ class Zero(NotCopied):
             yield
             return
         self._recover()
-        for unit in self.units:
-            self._gatherer.unshard(unit)
-        for unit in self.units:
-            unit.wait()
-        self._gatherer.holds = True
         try:
+            self._gatherer.holds = True
+            for unit in self.units:
+                self._gatherer.unshard(unit)
+            for unit in self.units:
+                unit.wait()
             yield
+            for flat in (flat for unit in self.units for flat in unit.flats):
+                flat.adopt()
             for unit in self.units:
                 take_from_rank_0(unit, self.group, self.replicas)
         finally:

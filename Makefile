@@ -1,0 +1,77 @@
+# Every target sets up .venv by itself; the second call installs nothing.
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.package-installed
+NOTEBOOKS = $(wildcard book/*.ipynb)
+TWINS = $(wildcard text/*.md)
+EXECUTED := _executed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup book test test-code test-notebooks site lab sync twins push format lint parity bench strip clean distclean
+
+help:             ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 24
+
+$(VENV)/.requirements-installed: requirements.txt
+	bash scripts/venv.sh $(VENV)
+
+$(READY): pyproject.toml $(VENV)/.requirements-installed
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+setup: $(READY)   ## only what every target does first: .venv, requirements.txt, the package
+
+book: $(READY)    ## execute the notebooks (through a cache) and build the site in _build/html
+	$(BIN)/python scripts/book.py build
+
+test: test-code test-notebooks  ## unit, rank and fault tests, then every notebook
+
+test-code: $(READY)
+	$(BIN)/pytest -m "not site"
+
+test-notebooks: $(READY)  # executed in a copy, which keeps the outputs for `make site`
+	$(BIN)/python scripts/book.py copy $(EXECUTED)
+	$(BIN)/pytest -W default --nbmake --overwrite $(EXECUTED)/book
+
+site: $(READY)    ## build the site from the notebooks that `make test` executed, and look at it in a browser
+	$(BIN)/python scripts/book.py build --executed $(EXECUTED)
+	$(BIN)/pytest -m site
+
+lab: $(READY)     ## JupyterLab on the notebooks
+	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/book/00_ranks.ipynb
+
+sync: $(READY)    ## copy pieces of src/minizero into the notebook cells that show them
+	$(BIN)/python scripts/sync.py
+
+twins: $(READY)   ## book/*.ipynb -> text/*.md, to edit a chapter as text (overwrites the twins)
+	@mkdir -p text
+	@for nb in $(NOTEBOOKS); do $(BIN)/jupytext -q --to md:myst -o text/$$(basename $$nb .ipynb).md $$nb || exit 1; done
+
+push: $(READY)    ## text/*.md -> book/*.ipynb (keeps the cells' ids)
+	@for md in $(TWINS); do $(BIN)/jupytext -q --update --to ipynb -o book/$$(basename $$md .md).ipynb $$md || exit 1; done
+
+strip: $(READY)   ## take outputs and counts out of the notebooks, as they are committed
+	$(BIN)/jupyter nbconvert --clear-output --inplace $(NOTEBOOKS)
+
+format: $(READY)  ## ruff: format, then repair what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(READY)    ## ruff, mypy --strict on src, notebook cells equal to the package
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/sync.py --check
+
+parity: $(READY)  ## compare with one process, DDP, FSDP2 and DeepSpeed on 2 and 4 ranks
+	$(BIN)/python scripts/parity.py
+
+bench: $(READY)   ## step times beside FSDP2, DeepSpeed and no communication at all
+	$(BIN)/python scripts/bench.py
+
+clean:            ## remove what the other targets built
+	rm -rf _build _executed build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src scripts tests book -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean  ## also remove the virtual environment
+	rm -rf $(VENV) src/*.egg-info

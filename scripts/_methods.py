@@ -1,0 +1,165 @@
+"""One adapter for each way to train the same model: one process, torch DDP, FSDP2, DeepSpeed 1-3, minizero 0-3.
+
+All have the same verbs, so the measuring scripts do not know which method they measure. An adapter takes a whole model,
+alike on all ranks, and may take it apart. Libraries are imported where they are used: a run of torch's DDP must not be
+able to feel DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import minizero
+from minizero import GPT
+
+DEEPSPEED_FILE = Path(__file__).resolve().parents[1] / "configs" / "zero3.json"
+
+OptimizerClass = Callable[..., torch.optim.Optimizer]  # called with parameters and lr=
+
+
+class Method:
+    """Plain training on this rank alone: the one process everything is compared with, and the floor of bench.py.
+
+    The other methods are variations of it. `optimizer_class(parameters, lr=lr)` is called once.
+    """
+
+    def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float) -> None:
+        self.network = self.distribute(model)
+        self.optimizer = optimizer_class(self.network.parameters(), lr=lr)
+
+    def distribute(self, model: GPT) -> nn.Module:
+        """What the method does to the model before the optimizer is made."""
+        return model
+
+    def backward(self, x: Tensor, y: Tensor) -> float:
+        """Forward and backward on this rank's tokens and targets, (B, T) each; returns their loss."""
+        loss = self.network(x, y)
+        loss.backward()
+        return float(loss.item())
+
+    def update(self) -> None:
+        """Let the optimizer move the parameters, and forget the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, x: Tensor, y: Tensor) -> float:
+        """One training step; returns the loss on this rank's part of the batch."""
+        loss = self.backward(x, y)
+        self.update()
+        return loss
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter whole, by the model's own name. A collective; only rank 0 may look at the answer."""
+        return {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+
+
+class DDP(Method):
+    """torch's DistributedDataParallel with its defaults."""
+
+    def distribute(self, model: GPT) -> nn.Module:
+        """Wrap the model; its parameters stay where they are."""
+        return nn.parallel.DistributedDataParallel(model)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """The wrapper puts "module." before each name."""
+        return {name.removeprefix("module."): p for name, p in super().full_parameters().items()}
+
+
+class FSDP2(Method):
+    """torch's fully_shard, one unit per block and one for the rest: its tutorial's setup, and minizero's units."""
+
+    def distribute(self, model: GPT) -> nn.Module:
+        """Shard in place; parameters become DTensors."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """All-gather each DTensor."""
+        return {name: parameter.full_tensor() for name, parameter in super().full_parameters().items()}
+
+
+class DeepSpeed(Method):
+    """DeepSpeed ZeRO with configs/zero3.json, where only the stage and the batch size are replaced.
+
+    The file makes DeepSpeed do what the others do, no more and no less. No gradient clipping (its default is 1.0). One
+    block of a width-384 GPT (1.8 million elements) in flight at a time: its default buckets of 5e8 elements would hold
+    this model whole, and its persistence threshold would keep the small parameters on all ranks. Its replacement of
+    torch.nn.functional.linear stays off: that would change the other methods in the same process as well.
+    """
+
+    def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float, stage: int, micro_batch: int) -> None:
+        config = json.loads(DEEPSPEED_FILE.read_text())
+        config["zero_optimization"]["stage"] = stage
+        config["train_batch_size"] = micro_batch * dist.get_world_size()
+        # a client optimizer: one named in the file would be DeepSpeed's own compiled Adam, and another algorithm
+        optimizer = optimizer_class(model.parameters(), lr=lr)
+        self.stage = stage
+        with contextlib.redirect_stdout(sys.stderr):  # it has news for the reader of a table
+            import deepspeed
+
+            self.network, self.optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def backward(self, x: Tensor, y: Tensor) -> float:
+        """The engine scales, reduces and shards in its own backward."""
+        loss = self.network(x, y)
+        self.network.backward(loss)
+        return float(loss.item())
+
+    def update(self) -> None:
+        """The engine's step also forgets the gradients."""
+        self.network.step()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Stages 1 and 2 hold everything between steps; stage 3 gathers."""
+        import deepspeed
+
+        named = dict(self.network.module.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(named.values()), enabled=self.stage == 3):
+            return {name: parameter.detach().clone() for name, parameter in named.items()}
+
+
+class Replicated(Method):
+    """minizero's stage 0: chapter 2's bucketed DDP."""
+
+    def distribute(self, model: GPT) -> nn.Module:
+        """Install the reductions in place."""
+        self.controller = minizero.Replicated(model)
+        return model
+
+
+class MiniZero(Method):
+    """minizero's stages 1 to 3, one unit per block and one for the rest."""
+
+    def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float, stage: int) -> None:
+        self.network = model
+        self.zero = minizero.Zero(model, units=model.blocks, stage=stage)
+        self.optimizer = self.zero.optimizer(optimizer_class, lr=lr)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Whole on rank 0, nothing elsewhere."""
+        return self.zero.full_state()
+
+
+def builders(micro_batch: int) -> dict[str, Callable[[GPT, OptimizerClass, float], Method]]:
+    """Name -> constructor of every method; a rank is given `micro_batch` sequences a step."""
+    named: dict[str, Callable[[GPT, OptimizerClass, float], Method]] = {"one": Method, "ddp": DDP, "fsdp2": FSDP2}
+    for stage in (1, 2, 3):
+        named[f"deepspeed{stage}"] = partial(DeepSpeed, stage=stage, micro_batch=micro_batch)
+    named["minizero0"] = Replicated
+    for stage in (1, 2, 3):
+        named[f"minizero{stage}"] = partial(MiniZero, stage=stage)
+    return named

@@ -1,0 +1,157 @@
+"""One rank of one run of parity.py: train by one method, count its bytes, and compare with what one process computed.
+
+A run trains the same model twice: in fp32 with AdamW, where bytes are counted too, and in float64 with SGD. AdamW does
+not notice a gradient that is a sum where it should be a mean; SGD does, and float64 leaves rounding no room to hide in.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _launch import loopback_bytes
+from _methods import Method, builders
+from _rank import MemoryMark, build_model, over_ranks, run_rank
+from parity import STAGES, Job
+from torch import Tensor
+
+from minizero import GPT, GPTConfig, Ledger
+from minizero.data import Batches, load_corpus
+from minizero.ledger import ring_bytes
+from minizero.memory import model_states, padding
+
+
+@dataclass
+class Trained:
+    """A run's loss on the whole batch at each step, and the parameters after the last (on rank 0)."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+
+
+def main() -> None:
+    """Read the job, given as JSON on the command line, and do it."""
+    job = Job(**json.loads(sys.argv[1]))
+    run_rank(lambda device: work(job, device), job.timeout)
+
+
+def work(job: Job, device: torch.device) -> None:
+    """Both trainings of one method; rank 0 writes what came of them to `job.result`."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = GPTConfig(context=job.context, layers=job.layers, width=job.width)
+    text = load_corpus(context=job.context).training
+    batches = Batches(text, job.context, job.batch // world, rank=rank, world=world)
+    data = [(x.to(device), y.to(device)) for x, y in (batches.at(step) for step in range(job.steps))]
+    build = builders(job.batch // world)[job.method]
+
+    memory, loopback = MemoryMark(device), job.count_loopback and device.type == "cpu"
+    model = build_model(config, torch.float32, device)
+    predicted = theory(job, model, world)
+    method = build(model, torch.optim.AdamW, 1e-3)
+    fp32, measured = train_and_count(method, data, memory, loopback)
+    del method, model
+    fp64 = train(build(build_model(config, torch.float64, device), torch.optim.SGD, 1e-2), data, device)
+    if rank == 0:
+        finish(job, fp32, fp64, predicted | measured)
+
+
+def train(method: Method, data: list[tuple[Tensor, Tensor]], device: torch.device) -> Trained:
+    """One step for each batch."""
+    losses = [method.step(x, y) for x, y in data]
+    return Trained(over_ranks("mean", losses, device), method.full_parameters())
+
+
+def train_and_count(
+    method: Method, data: list[tuple[Tensor, Tensor]], memory: MemoryMark, loopback: bool
+) -> tuple[Trained, dict[str, Any]]:
+    """The same, counting: bytes on the wire in the second half of the steps, bytes in memory in the last one.
+
+    The first half lets lazy initialisation and DeepSpeed's tracing of the model pass. Memory is looked at between
+    backward and the optimizer, when parameters, gradients and optimizer states are all there. Bytes are a rank's and a
+    step's; on the wire the mean over ranks, in memory the fullest rank's.
+    """
+    device, world = memory.device, dist.get_world_size()
+    warm, counted = data[: len(data) // 2], data[len(data) // 2 : -1]
+    losses = [method.step(x, y) for x, y in warm]
+    before = settled_counter() if loopback else 0
+    with Ledger() as ledger:
+        losses += [method.step(x, y) for x, y in counted]
+    passed = settled_counter() - before if loopback else None
+    losses.append(method.backward(*data[-1]))
+    state, allocated = over_ranks("max", [memory.tensors(), memory.allocated()], device)
+    method.update()
+    count = {
+        "ledger": over_ranks("mean", [ledger.total / len(counted)], device)[0],
+        "ledger_kinds": {kind: nbytes / len(counted) for kind, nbytes in ledger.sent.items()},
+        "loopback": passed and passed / len(counted) / world,
+        "state": state,
+        "allocated": allocated,
+    }
+    return Trained(over_ranks("mean", losses, device), method.full_parameters()), count
+
+
+def settled_counter() -> int:
+    """The loopback counter while every rank stands still: the second barrier waits for the rank that reads."""
+    dist.barrier()
+    counter = loopback_bytes()
+    dist.barrier()
+    return counter
+
+
+def finish(job: Job, fp32: Trained, fp64: Trained, result: dict[str, Any]) -> None:
+    """Rank 0: keep the one process's training for the others to compare with, or compare with it; write the result."""
+    if job.method == "one":
+        torch.save((asdict(fp32), asdict(fp64)), job.reference)
+    else:
+        one32, one64 = (Trained(**saved) for saved in torch.load(job.reference))
+        result["loss32"] = loss_difference(fp32, one32)
+        result["parameters32"] = float(difference(fp32, one32).norm() / flat(one32).norm())
+        result["loss64"] = loss_difference(fp64, one64)
+        result["parameters64"] = float(difference(fp64, one64).abs().max())
+    Path(job.result).write_text(json.dumps(result))
+
+
+def loss_difference(run: Trained, one: Trained) -> float:
+    """Largest over all steps."""
+    return max(abs(a - b) for a, b in zip(run.losses, one.losses, strict=True))
+
+
+def flat(run: Trained) -> Tensor:
+    """All parameters as one float64 vector, in the order of their names."""
+    return torch.cat([run.parameters[name].double().cpu().flatten() for name in sorted(run.parameters)])
+
+
+def difference(run: Trained, one: Trained) -> Tensor:
+    """Element by element. Raises ValueError when the two runs do not have the same parameters."""
+    if run.parameters.keys() != one.parameters.keys():
+        raise ValueError(f"parameters differ in name: {sorted(run.parameters.keys() ^ one.parameters.keys())}")
+    return flat(run) - flat(one)
+
+
+def theory(job: Job, model: GPT, world: int) -> dict[str, float]:
+    """Ψ, and in bytes what a method's stage sends and keeps: by the formulas of chapter 3, and as minizero must do it.
+
+    minizero pads each unit to a multiple of the number of ranks. In stage 3 a rank also tells the others, in eight
+    bytes, which unit it gathers, each time it gathers one. Stage 0 has neither.
+    """
+    stage, params = STAGES.get(job.method, 0), sum(p.numel() for p in model.parameters())
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    units = [*blocks, params - sum(blocks)]
+    padded = params + (padding(units, world) if stage > 0 else 0)
+    roll_calls = 2 * len(units) * 8 * (world - 1) if stage == 3 else 0
+    return {
+        "parameters": params,
+        "wire_theory": (3 if stage == 3 else 2) * ring_bytes("all_gather", 4 * params, world),
+        "wire_expected": (3 if stage == 3 else 2) * ring_bytes("all_gather", 4 * padded, world) + roll_calls,
+        "state_theory": model_states(params, world, stage, "fp32").total,
+        "state_expected": model_states(padded, world, stage, "fp32").total,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Train a GPT on real text with stage 0, 1, 2 or 3, on as many ranks as the launcher starts.
+
+    torchrun --nproc_per_node 4 scripts/train.py --stage 3 --steps 60
+    deepspeed --num_gpus 8 scripts/train.py --stage 3
+    python scripts/train.py --stage 0                                       # one rank
+
+All stages, and all numbers of ranks that divide the batch, see the same sequences in the same steps and give the same
+losses up to rounding. Rank 0 shows the progress and writes loss.csv and loss.svg into the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import matplotlib
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import minizero
+from minizero import GPT, GPTConfig
+from minizero.data import Batches, Corpus, decode, load_corpus
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+HELD_OUT_BATCHES = 8  # the held-out loss is over at most so many global batches, the same ones before and after
+SAMPLE_BYTES, PROMPT_BYTES = 300, 48
+GRACE_SECONDS = 15.0  # after a signal: time to end the step and write the files; torchrun kills after 30
+
+
+# ---- what to do --------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"train.py, rank {RANK}: error: {message}\n")  # one line: the usage would bury it
+
+
+def positive(number: type) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = number(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+        return value
+
+    parse.__name__ = number.__name__  # argparse names it when the text is no number at all
+    return parse
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; a value that cannot work ends every rank with exit code 2, before any work."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    size, real = positive(int), positive(float)
+    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="default 3")
+    parser.add_argument("--layers", type=size, default=4, help="transformer blocks, default 4")
+    parser.add_argument("--width", type=size, default=192, help="channels, default 192")
+    parser.add_argument("--heads", type=size, default=6, help="attention heads, default 6")
+    parser.add_argument("--context", type=size, default=64, help="bytes per sequence, default 64")
+    parser.add_argument("--tied", action="store_true", help="the output layer shares the token embedding's weight")
+    parser.add_argument("--batch", type=size, default=32, help="sequences per step, over all ranks; default 32")
+    parser.add_argument("--steps", type=size, default=200, help="default 200")
+    parser.add_argument("--lr", type=real, default=3e-3, help="highest learning rate, default 3e-3")
+    parser.add_argument("--warmup", type=int, default=10, help="steps until the learning rate is there, default 10")
+    parser.add_argument("--clip", type=real, default=1.0, help="largest norm of the gradient, default 1.0")
+    parser.add_argument("--text", type=Path, help="a text file; default: Python's standard library")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order, default 0")
+    parser.add_argument("--out", type=Path, help="output folder, default runs/stageN")
+    parser.add_argument("--timeout", type=real, default=300.0, help="seconds a collective may wait, default 300")
+    parser.add_argument(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # deepspeed's launcher; LOCAL_RANK says it too
+    options = parser.parse_args(arguments)
+    options.out = options.out or Path("runs", f"stage{options.stage}")
+    try:
+        options.config = GPTConfig(
+            256, options.context, options.layers, options.width, options.heads, options.tied
+        )  # a token is a byte
+        if options.batch % WORLD:
+            raise ValueError(
+                f"--batch must be a multiple of the number of ranks, got {options.batch} for {WORLD} ranks"
+            )
+        if options.warmup < 0:
+            raise ValueError(f"--warmup must not be negative, got {options.warmup}")
+        options.out.mkdir(parents=True, exist_ok=True)
+        options.corpus = load_corpus(options.text, context=options.context)
+        batch, place = options.batch // WORLD, {"rank": RANK, "world": WORLD, "seed": options.seed}
+        options.training = Batches(options.corpus.training, options.context, batch, **place)
+        options.held_out = Batches(options.corpus.held_out, options.context, batch, **place)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return options
+
+
+def check_same_text(corpus: Corpus) -> None:
+    """On several machines the text can differ: then every rank raises ValueError."""
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, corpus.fingerprint)
+    if len(set(everyone)) > 1:
+        ranks = [rank for rank, fingerprint in enumerate(everyone) if fingerprint != everyone[0]]
+        raise ValueError(f"{corpus.name} is another text on ranks {ranks} than on rank 0: give one file with --text")
+
+
+# ---- the model over the ranks --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trainee:
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    clip: Callable[[float], Any]  # clips the gradient to a norm, and returns the norm it had
+    whole: Callable[[], AbstractContextManager[None]]  # inside, this rank has all parameters
+
+
+def distribute(options: argparse.Namespace, device: torch.device) -> Trainee:
+    """The same weights in every stage: drawn from the seed in one order."""
+    torch.manual_seed(options.seed)
+    if options.stage == 0:
+        with device:
+            model = GPT(options.config)
+        minizero.Replicated(model)
+        clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), error_if_nonfinite=True)
+        return Trainee(model, minizero.AdamW(model.parameters(), lr=options.lr), clip, nullcontext)
+    with torch.device("meta"):  # shapes without memory: Zero fills one block after the other, and keeps its shard
+        model = GPT(options.config)
+    zero = minizero.Zero(model, units=model.blocks, stage=options.stage)
+    return Trainee(model, zero.optimizer(minizero.AdamW, lr=options.lr), zero.clip_grad_norm, zero.gathered)
+
+
+def say(text: str) -> None:
+    if RANK == 0:
+        print(text, flush=True)
+
+
+def over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """The mean of each value over the ranks, on all ranks."""
+    means = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(means)
+    return (means / WORLD).tolist()
+
+
+@torch.no_grad()
+def held_out_loss(trainee: Trainee, batches: Batches, device: torch.device) -> float:
+    """Nats per byte. All ranks run equally many forwards: in stage 3 each gathers."""
+    steps = min(len(batches), HELD_OUT_BATCHES)
+    losses = [trainee.model(*(t.to(device) for t in batches.at(step))).item() for step in range(steps)]
+    return over_ranks([sum(losses) / steps], device)[0]
+
+
+def sample(trainee: Trainee, prompt: torch.Tensor, seed: int, device: torch.device) -> str:
+    """Rank 0 continues the prompt; the others wait where `whole()` ends."""
+    generator, text = torch.Generator(device).manual_seed(seed), ""
+    with trainee.whole():
+        if RANK == 0:
+            tokens = trainee.model.generate(prompt[None].long().to(device), SAMPLE_BYTES, 0.8, generator)
+            text = decode(tokens[0, len(prompt) :])
+    return text
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+class StopRequest:
+    """Inside the context a SIGTERM or Ctrl-C is remembered, so that all ranks can end after the same step.
+
+    Python calls a handler between two of its own instructions only, and a rank may be deep in a collective whose peer
+    is gone. So the signal's number goes into a pipe, which a thread reads: the process ends even if its step does not.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def __enter__(self) -> StopRequest:
+        self._before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer)
+        threading.Thread(target=self._watch, args=[reader], daemon=True).start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+        os.close(self._writer)
+
+    def _watch(self, reader: int) -> None:
+        number = os.read(reader, 1)
+        if number:
+            self.signal = number[0]
+            time.sleep(GRACE_SECONDS)
+            os._exit(128 + self.signal)
+        os.close(reader)
+
+
+class Log:
+    """On rank 0: a progress bar, and a row for each step in `file`, written at once; nothing on other ranks."""
+
+    columns = ("step", "loss", "gradient_norm", "learning_rate", "tokens_per_second", "peak_memory_mib")
+
+    def __init__(self, file: Path, steps: int) -> None:
+        self.losses: list[float] = []
+        self._bar = tqdm(total=steps, unit="step", disable=RANK != 0)
+        self._file = file.open("w", newline="") if RANK == 0 else None
+        if self._file:
+            csv.writer(self._file).writerow(self.columns)
+
+    def add(self, loss: float, norm: float, lr: float, speed: float, memory: float) -> None:
+        self.losses.append(loss)
+        self._bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, peak {memory:,.0f} MiB", refresh=False)
+        self._bar.update()
+        if self._file:
+            csv.writer(self._file).writerow([len(self.losses), loss, norm, lr, round(speed), round(memory, 1)])
+            self._file.flush()
+
+    def close(self) -> None:
+        self._bar.close()
+        if self._file:
+            self._file.close()
+
+
+def learning_rate(step: int, options: argparse.Namespace) -> float:
+    """Rises over the warm-up, then falls along a cosine to a tenth."""
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    progress = (step - options.warmup) / max(1, options.steps - options.warmup)
+    return options.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def peak_mib(device: torch.device) -> float:
+    """This rank's highest memory so far: what CUDA's allocator gave out, or all of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def train(trainee: Trainee, options: argparse.Namespace, device: torch.device, log: Log) -> int:
+    """All steps, or fewer if a signal comes to any rank; returns the signal, or 0."""
+    with StopRequest() as stop:
+        for step in range(options.steps):
+            start, lr = time.perf_counter(), learning_rate(step, options)
+            for group in trainee.optimizer.param_groups:
+                group["lr"] = lr
+            x, y = (tokens.to(device) for tokens in options.training.at(step))  # (batch / world, context) each
+            loss = trainee.model(x, y)
+            loss.backward()
+            norm = float(trainee.clip(options.clip))
+            trainee.optimizer.step()
+            trainee.optimizer.zero_grad()
+            # the signal travels with the loss: it may have come to one rank only, and all must stop at the same step
+            mean_loss, stops = over_ranks([loss.item(), float(stop.signal > 0)], device)
+            speed = options.batch * options.context / (time.perf_counter() - start)
+            log.add(mean_loss, norm, lr, speed, peak_mib(device))
+            if stops:
+                return stop.signal or signal.SIGTERM
+    return 0
+
+
+def draw(losses: list[float], held_out: list[float], options: argparse.Namespace, file: Path) -> None:
+    """The loss of each step, and the held-out loss before the first and after the last."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(range(1, len(losses) + 1), losses, color="#0072B2", label="training, mean over ranks")
+    ends = [0, len(losses)][: len(held_out)]
+    axes.plot(ends, held_out, "o", color="#D55E00", markersize=8, label="held-out text")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+    axes.set_title(f"stage {options.stage}, {WORLD} rank{'s' * (WORLD > 1)}, {options.batch} sequences per step")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text: it can be searched and read aloud
+        figure.savefig(file)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Everything between joining the group and leaving it; returns the exit code."""
+    device = minizero.init_distributed(options.timeout)
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    check_same_text(options.corpus)
+    trainee = distribute(options, device)
+    parameters = sum(p.numel() for p in trainee.model.parameters())
+    say(f"stage {options.stage} on {WORLD} {device.type} rank(s), {parameters:,} parameters, {options.corpus.name}")
+
+    held_out = [held_out_loss(trainee, options.held_out, device)]
+    log = Log(options.out / "loss.csv", options.steps)
+    try:
+        stopped_by = train(trainee, options, device, log)
+    finally:
+        log.close()
+    if not stopped_by:
+        held_out.append(held_out_loss(trainee, options.held_out, device))
+        prompt = options.corpus.held_out[:PROMPT_BYTES]
+        text = sample(trainee, prompt, options.seed, device)
+        say(f"sample\n------\n{decode(prompt)}|{text}\n------")
+        say(f"held-out loss {held_out[0]:.4f} -> {held_out[1]:.4f} nats per byte")
+    else:
+        say(f"stopped after step {len(log.losses)} by {signal.Signals(stopped_by).name}")
+    if RANK == 0:
+        draw(log.losses, held_out, options, options.out / "loss.svg")
+        print(f"wrote {options.out / 'loss.csv'} and {options.out / 'loss.svg'}")
+    return 128 + stopped_by if stopped_by else 0
+
+
+def main() -> NoReturn:
+    """Ends with a hard exit: gloo's threads can abort an interpreter that shuts down in the usual way."""
+    options, code = parse_options(), 1
+    try:
+        code = run(options)
+        dist.barrier()
+        dist.destroy_process_group()
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BaseException:
+        # Printed before this rank's connections close: its peers, which fail by that, come later.
+        sys.stderr.write(f"\nrank {RANK} failed\n{traceback.format_exc()}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""scripts/parity.py and bench.py, and what they are made of: the launcher, the counters, the verdicts."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import bench
+import pytest
+import torch
+from _launch import RankFailure, launch
+from _methods import builders
+from _parity_rank import Trained, difference, loss_difference
+from _rank import MemoryMark
+from bench import check_losses
+from parity import METHODS, faults
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+TINY = "--ranks 2 --batch 4 --layers 1 --context 8".split()
+
+
+def run_script(name: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / name), *options]
+    # a first call of DeepSpeed compiles for minutes
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=1900)
+
+
+def write(folder: Path, source: str) -> Path:
+    script = folder / "rank.py"
+    script.write_text(
+        f"import os, sys, time\nsys.path.insert(0, {str(SCRIPTS)!r})\nrank = os.environ['RANK']\n{source}"
+    )
+    return script
+
+
+# ---- the launcher ------------------------------------------------------------------------------------------------
+
+
+def test_ranks_find_each_other_and_end_cleanly(tmp_path: Path) -> None:
+    source = """
+import torch, torch.distributed as dist
+from _rank import over_ranks, run_rank
+def work(device):
+    ours = over_ranks("mean", [float(rank), 5.0], device) + over_ranks("max", [float(rank)], device)
+    open(sys.argv[1] + rank, "w").write(repr(ours))
+run_rank(work, 60.0)
+"""
+    launch(write(tmp_path, source), [f"{tmp_path}/result"], 2, 90.0)
+    assert [(tmp_path / f"result{rank}").read_text() for rank in (0, 1)] == ["[0.5, 5.0, 1.0]"] * 2
+
+
+def test_the_rank_that_failed_first_is_shown_first(tmp_path: Path) -> None:
+    source = """
+import torch, torch.distributed as dist
+from _rank import run_rank
+def work(device):
+    if rank == "1":
+        raise ValueError("broken on purpose")
+    dist.all_reduce(torch.ones(1))
+run_rank(work, 60.0)
+"""
+    with pytest.raises(RankFailure, match="broken on purpose") as caught:
+        launch(write(tmp_path, source), [], 3, 90.0)
+    assert caught.value.ranks[0] == 1
+    assert str(caught.value).startswith("--- rank 1: exit code 1 ---")
+    assert "Traceback" in str(caught.value).split("---")[2]
+
+
+def test_the_peers_of_a_failed_rank_are_killed(tmp_path: Path) -> None:
+    source = """
+open(sys.argv[1] + rank, "w").write(str(os.getpid()))
+time.sleep(1)
+rank == "0" or sys.exit(3)
+time.sleep(600)
+"""
+    with pytest.raises(RankFailure, match="exit code 3") as caught:
+        launch(write(tmp_path, source), [f"{tmp_path}/pid"], 2, 60.0)
+    assert caught.value.ranks == [1]
+    assert not Path("/proc", (tmp_path / "pid0").read_text()).exists()
+
+
+def test_a_run_without_end_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="no end after 2 s") as caught:
+        launch(write(tmp_path, "rank == '0' or time.sleep(600)"), [], 3, 2.0)
+    assert caught.value.ranks == [1, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
+def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    script = write(tmp_path, "open(sys.argv[1] + rank, 'w').write(str(os.getpid()))\ntime.sleep(600)")
+    call = f"from _launch import *\nlaunch(Path({str(script)!r}), ['{tmp_path}/pid'], 2, 600.0)"
+    launcher = subprocess.Popen([sys.executable, "-c", call], cwd=SCRIPTS)
+    pids = [tmp_path / "pid0", tmp_path / "pid1"]
+    wait_for(lambda: all(file.exists() and file.read_text() for file in pids))
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    wait_for(lambda: not any(Path("/proc", file.read_text()).exists() for file in pids))
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_loopback_counter_counts_each_byte_once() -> None:
+    source = """
+import socket
+from _launch import enter_empty_network, loopback_bytes
+reason = enter_empty_network()
+if reason:
+    sys.exit(reason)
+assert loopback_bytes() == 0
+server = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(server.getsockname())
+peer, _ = server.accept()
+left = 10_000_000
+while left:
+    client.sendall(b"x" * 20_000)
+    got = 20_000
+    while got:
+        got -= len(peer.recv(got))
+    left -= 20_000
+print(loopback_bytes())
+"""
+    call = [sys.executable, "-c", "import sys\n" + source]
+    answer = subprocess.run(call, cwd=SCRIPTS, capture_output=True, text=True, timeout=60)
+    if answer.returncode and "no network namespace" in answer.stderr:
+        pytest.skip(answer.stderr)
+    assert answer.returncode == 0, answer.stderr
+    assert 10_000_000 < int(answer.stdout) < 10_200_000
+
+
+# ---- counting and judging ----------------------------------------------------------------------------------------
+
+
+def test_memory_counts_storages_once_and_gradients_too() -> None:
+    mark = MemoryMark(torch.device("cpu"))
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    views = [weight.detach()[:10], weight.view(10, 100), torch.empty(50, device="meta")]
+    assert mark.tensors() == 4000
+    weight.grad = torch.zeros(1000)
+    assert mark.tensors() == 8000
+    weight.grad = None
+    weight.untyped_storage().resize_(0)
+    assert mark.tensors() == 0
+    del views
+
+
+GOOD = {
+    "loss32": 1e-7,
+    "parameters32": 1e-6,
+    "loss64": 1e-15,
+    "parameters64": 1e-15,
+    "loopback": 2010.0,
+    "wire_expected": 2000.0,
+    "ledger": 2000.0,
+    "state_expected": 5000.0,
+    "state": 5010,
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_good_row_passes(method: str) -> None:
+    assert faults(method, GOOD) == []
+    assert faults(method, GOOD | {"loopback": None}) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("loss32", 2e-5), ("parameters32", 2e-5), ("parameters32", float("nan"))],
+        *[("loss64", 2e-12), ("parameters64", 2e-12), ("parameters64", float("nan"))],
+        *[("ledger", 2008.0), ("ledger", 1992.0), ("loopback", 2050.0), ("loopback", 1990.0)],
+        *[("state", 5060), ("state", 4990)],
+    ],
+)
+def test_a_row_off_in_one_figure_fails(key: str, value: float) -> None:
+    found = faults("minizero3", GOOD | {key: value})
+    assert len(found) == 1
+    assert found[0].startswith(key)
+
+
+def test_others_are_not_judged_on_bytes_and_deepspeed_not_on_float64() -> None:
+    bytes_off = {"ledger": 3000.0, "loopback": 3000.0, "state": 9000}
+    assert faults("fsdp2", GOOD | bytes_off) == []
+    assert faults("fsdp2", GOOD | {"parameters64": 1e-7}) != []
+    assert faults("deepspeed3", GOOD | {"parameters64": 1e-7, "loss64": 1e-7}) == []
+    assert faults("deepspeed3", GOOD | {"parameters32": 1e-4}) != []
+
+
+def test_differences_are_taken_by_name() -> None:
+    one = Trained([2.0, 1.0], {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[3.0]])})
+    run = Trained([2.0, 1.5], {"b": torch.tensor([[3.5]]), "a": torch.tensor([1.0, 2.0])})
+    assert difference(run, one).tolist() == [0.0, 0.0, 0.5]
+    assert loss_difference(run, one) == 0.5
+    with pytest.raises(ValueError, match="differ in name: \\['b'\\]"):
+        difference(Trained([], {"a": torch.ones(2)}), one)
+
+
+def test_every_method_has_an_adapter() -> None:
+    assert set(METHODS) == set(builders(1)) - {"one"}
+    assert set(bench.METHODS) == {"floor", *METHODS}
+
+
+def test_bench_refuses_losses_that_differ() -> None:
+    same = {"floor": torch.tensor([3.0, 1.0]), "fsdp2": torch.tensor([3.0, 2.0]), "ddp": torch.tensor([3.0, 2.00001])}
+    check_losses(same)  # the floor trains on its own samples, so its second loss is another
+    with pytest.raises(RuntimeError, match=r"losses of ddp and fsdp2 differ by 1\.0e-03"):
+        check_losses({**same, "ddp": torch.tensor([3.0, 2.001])})
+    with pytest.raises(RuntimeError, match="losses of floor"):
+        check_losses({**same, "floor": torch.tensor([3.1, 2.0])})
+
+
+# ---- the scripts -------------------------------------------------------------------------------------------------
+
+
+def test_parity_table_and_json(tmp_path: Path) -> None:
+    methods = ["fsdp2", "deepspeed3", "minizero0", "minizero3"]
+    options = [*TINY, "--width", "384", "--steps", "4", "--json", f"{tmp_path}/figures.json", "--methods", *methods]
+    answer = run_script("parity.py", *options)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.splitlines()[-1] == "4 passed, 0 failed"
+    rows = {row["method"]: row for row in json.loads((tmp_path / "figures.json").read_text())}
+    assert list(rows) == methods
+    # Ψ: two embeddings and a head, one block of 12C² + 13C, the last norm
+    params = 384 * (256 + 8 + 256) + 12 * 384**2 + 13 * 384 + 2 * 384
+    assert {row["parameters"] for row in rows.values()} == {params}
+    assert rows["minizero0"]["ledger"] == 2 * 4 * params / 2
+    assert rows["minizero3"]["ledger"] == 3 * 4 * params / 2 + 2 * 2 * 8  # two units gathered twice, and called out
+    assert 16 * params / 2 <= rows["minizero3"]["state"] < 16 * params / 2 * 1.01
+    assert rows["fsdp2"]["ledger"] > rows["minizero3"]["ledger"]  # gloo's reduce-scatter
+
+
+def test_parity_without_deepspeed_fails(tmp_path: Path) -> None:
+    package = tmp_path / "hidden" / "deepspeed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ModuleNotFoundError('No module named deepspeed')")
+    options = [*TINY, "--width", "48", "--steps", "4", "--json", f"{tmp_path}/figures.json"]
+    answer = run_script("parity.py", *options, "--methods", "deepspeed2", PYTHONPATH=str(package.parent))
+    assert answer.returncode == 1
+    assert answer.stdout.splitlines()[-1] == "0 passed, 1 failed"
+    assert "deepspeed2 on 2 ranks: DeepSpeed cannot be used here" in answer.stdout
+    assert "No module named deepspeed" in answer.stderr
+
+
+def test_options_that_cannot_work_are_named() -> None:
+    for script, option, value in (
+        ("parity.py", "--steps", "3"),
+        ("parity.py", "--ranks", "3"),
+        ("bench.py", "--rounds", "0"),
+    ):
+        answer = run_script(script, option, value)
+        assert answer.returncode == 2
+        assert option in answer.stderr.splitlines()[-1]
+
+
+def test_bench_under_torchrun() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    options = [*TINY, "--width", "48", "--rounds", "2", "--methods", "floor", "fsdp2", "minizero3", "ddp"]
+    command = [*torchrun, str(SCRIPTS / "bench.py"), *options]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr
+    ratios = re.findall(r"^RATIO (\S+) (\d) (\d+\.\d{3})$", answer.stdout, re.MULTILINE)
+    assert [(pair, world) for pair, world, _ in ratios] == [("minizero3/fsdp2", "2"), ("minizero3/floor", "2")]
+    assert all(float(ratio) > 0 for _, _, ratio in ratios)
+    assert re.search(r"^fsdp2 .* 1\.000 +1\.000 - 1\.000$", answer.stdout, re.MULTILINE)

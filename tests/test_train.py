@@ -1,0 +1,336 @@
+"""scripts/train.py as its users start it: under torchrun and alone, with bad options, a failing rank, a signal."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+import train
+from harness import RankFailure, run_ranks
+
+import minizero
+from minizero.data import Batches, load_corpus
+
+SCRIPT = Path(train.__file__)
+SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "4", "--lr", "0.01"]
+SIZES += ["--warmup", "2", "--clip", "0.5", "--seed", "3"]
+
+# Runs the script's own functions once for each stage, in one process group: starting ranks is what takes time here.
+ALL_STAGES = """
+import sys
+import torch.distributed as dist
+import train
+
+for stage in range(4):
+    options = train.parse_options([*sys.argv[2:], "--stage", str(stage), "--out", f"{sys.argv[1]}/{stage}"])
+    assert train.run(options) == 0
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+# The script itself, but reading the batch of step 3 fails on rank 1.
+BROKEN = """
+import runpy
+import sys
+from minizero.data import Batches
+
+def at(self, step, original=Batches.at):
+    if step == 3 and self.rank == 1:
+        raise OSError("the disk of rank 1 is gone")
+    return original(self, step)
+
+Batches.at = at
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 kB with structure: two-digit numbers in words, over and over in another order."""
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text(
+        "\n".join(f"{(i * 37) % 90 + 10} is written {str((i * 37) % 90 + 10)[::-1]} backwards" for i in range(1500))
+    )
+    return path
+
+
+@contextmanager
+def started(*command: str | Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own, of which nothing survives this context."""
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1", **environment}
+    process = subprocess.Popen(
+        list(map(str, command)),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def torchrun(world: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    with (folder / "loss.csv").open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def column(folder: Path, name: str) -> torch.Tensor:
+    return torch.tensor([row[name] for row in rows(folder)], dtype=torch.float64)
+
+
+def plain_training(text: Path, steps: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of the same run, written without minizero's parallel parts and torch's own AdamW."""
+    torch.manual_seed(3)
+    model = minizero.GPT(minizero.GPTConfig(256, context=16, layers=2, width=16, heads=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batches = Batches(load_corpus(text, context=16).training, 16, 4, seed=3)
+    losses, norms = [], []
+    for step in range(steps):
+        # warm-up of 2 steps, then a cosine from 0.01 down to 0.001 at `steps`
+        lr = [0.005, 0.01][step] if step < 2 else 0.01 * (0.1 + 0.9 * (1 + math_cos((step - 2) / (steps - 2))) / 2)
+        optimizer.param_groups[0]["lr"] = lr
+        loss = model(*batches.at(step))
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def math_cos(part: float) -> float:
+    return torch.cos(torch.tensor(torch.pi * part, dtype=torch.float64)).item()
+
+
+# ---- what it computes ----------------------------------------------------------------------------------------------
+
+
+def test_all_stages_on_two_ranks_and_one_rank_alone_give_the_losses_of_plain_torch(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "all_stages.py").write_text(ALL_STAGES)
+    options = [*SIZES, "--steps", "8", "--text", text]
+    with started(*torchrun(2), tmp_path / "all_stages.py", tmp_path, *options) as pair:
+        with started(sys.executable, SCRIPT, "--stage", "3", "--out", tmp_path / "alone", *options) as single:
+            assert single.wait(120) == 0, single.stdout.read()
+            output = single.stdout.read()
+        assert pair.wait(120) == 0, pair.stdout.read()
+
+    losses, norms = plain_training(text, 8)
+    assert losses[-1] < losses[0] - 0.3
+    for run in ("0", "1", "2", "3", "alone"):
+        assert column(tmp_path / run, "step").tolist() == list(range(1, 9))
+        assert column(tmp_path / run, "loss").tolist() == pytest.approx(losses, abs=1e-5), f"stage {run}"
+        assert column(tmp_path / run, "gradient_norm").tolist() == pytest.approx(norms, abs=1e-4), f"stage {run}"
+        assert column(tmp_path / run, "learning_rate")[:3].tolist() == pytest.approx([0.005, 0.01, 0.01])
+        assert (column(tmp_path / run, "tokens_per_second") > 0).all()
+        assert (column(tmp_path / run, "peak_memory_mib") > 50).all()
+    check_output(output, tmp_path / "alone", losses)
+
+
+def check_output(output: str, folder: Path, losses: list[float]) -> None:
+    """What one run printed, and its figure."""
+    before, after = map(float, re.search(r"held-out loss ([\d.]+) -> ([\d.]+) nats per byte", output).groups())
+    assert before == pytest.approx(torch.log(torch.tensor(256.0)).item(), abs=0.1)  # knows nothing yet
+    assert losses[-1] - 0.5 < after < before - 0.3
+    assert "stage 3 on 1 cpu rank(s), 14,976 parameters" in output
+    sample = re.search(r"sample\n-+\n(.*)\n-+\n", output, re.DOTALL)[1]
+    prompt, _, continuation = sample.partition("|")
+    assert re.search(r"\d\d is written \d\d backwards", prompt)
+    assert len(continuation) > 100
+    assert f"loss {losses[-1]:.3f}, " in output  # the progress bar
+    assert "tokens/s, peak " in output
+    assert "rror" not in output
+    svg = ElementTree.parse(folder / "loss.svg")
+    words = {"".join(node.itertext()) for node in svg.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"step", "loss (nats per byte)", "held-out text", "training, mean over ranks"} <= words
+
+
+def test_the_figure_shows_every_step_and_both_held_out_losses(tmp_path: Path) -> None:
+    options = train.parse_options([*SIZES, "--out", str(tmp_path)])
+    train.draw([5.0, 4.0, 3.0], [5.5, 2.5], options, tmp_path / "loss.svg")
+    svg = (tmp_path / "loss.svg").read_text()
+    line = max(re.findall(r'<path d="([^"]*)"[^>]*stroke: #0072b2', svg), key=len)
+    assert len(re.findall(r"[ML] ", line)) == 3
+    assert len(re.findall(r"<use [^>]*fill: #d55e00", svg)) == 3  # two points, and the one of the legend
+
+
+# ---- what it refuses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--stage 4", "argument --stage: invalid choice: 4"),
+        ("--steps 0", "argument --steps: must be positive, got 0"),
+        ("--steps many", "argument --steps: invalid int value: 'many'"),
+        ("--lr nan", "argument --lr: must be positive, got nan"),
+        ("--lr inf", "argument --lr: must be positive, got inf"),
+        ("--clip -1", "argument --clip: must be positive, got -1"),
+        ("--timeout 0", "argument --timeout: must be positive, got 0"),
+        ("--warmup -1", "--warmup must not be negative, got -1"),
+        ("--batch 5", "--batch must be a multiple of the number of ranks, got 5 for 2 ranks"),
+        ("--width 10 --heads 4", "heads must divide width: 4 heads, width 10"),
+        ("--text /nowhere/at/all", "No such file or directory: '/nowhere/at/all'"),
+        ("--text /", "Is a directory: '/'"),
+        ("--text {text} --context 4001", "numbers.txt is too short"),
+        ("--text {text} --batch 400 --context 16", "but one global batch needs 400: 2 ranks with batch 200"),
+        ("--out {text}", "File exists"),
+        ("--step 5", "unrecognized arguments: --step 5"),
+    ],
+)
+def test_bad_options_are_named_on_one_line_of_every_rank(
+    arguments: str, message: str, text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "RANK", 1)
+    monkeypatch.setattr(train, "WORLD", 2)
+    with pytest.raises(SystemExit) as ended:
+        train.parse_options(arguments.format(text=text).split())
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train.py, rank 1: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_each_rank_gets_its_part_of_the_global_batch(
+    text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = [*SIZES, "--text", str(text), "--out", str(tmp_path)]
+    whole = train.parse_options(arguments)
+    monkeypatch.setattr(train, "WORLD", 2)
+    parts = []
+    for rank in range(2):
+        monkeypatch.setattr(train, "RANK", rank)
+        # the launcher of deepspeed adds --local_rank=N
+        parts.append(train.parse_options([f"--local_rank={rank}", *arguments]))
+    for batches in ("training", "held_out"):
+        together = [getattr(part, batches).at(5)[0] for part in parts]
+        assert torch.equal(torch.cat(together), getattr(whole, batches).at(5)[0])
+
+
+def other_text(text: Path) -> None:
+    train.WORLD = dist.get_world_size()
+    corpus = load_corpus(text, context=16)
+    train.check_same_text(corpus)
+    if dist.get_rank() == 1:
+        corpus = replace(corpus, held_out=corpus.held_out.flip(0))
+    with pytest.raises(ValueError, match=r"numbers\.txt is another text on ranks \[1\] than on rank 0"):
+        train.check_same_text(corpus)
+
+
+def test_ranks_with_different_texts_all_raise(text: Path) -> None:
+    run_ranks(2, other_text, text)
+
+
+# ---- how it ends -----------------------------------------------------------------------------------------------------
+
+
+def wait_for_rows(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 100
+    while not (folder / "loss.csv").exists() or len(rows(folder)) < count:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "no progress"
+        time.sleep(0.1)
+
+
+def test_a_failing_rank_is_the_first_to_say_why_and_nobody_waits(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    command = [*torchrun(2), tmp_path / "broken.py", SCRIPT, *SIZES, "--text", text, "--out", tmp_path]
+    with started(*command) as process:
+        wait_for_rows(tmp_path, 3, process)
+        assert process.wait(25) != 0  # a collective would wait for 300 s
+        output = process.stdout.read()
+    assert re.findall(r"rank (\d) failed", output)[0] == "1"
+    first = output[output.index("rank 1 failed") :].split("rank 0 failed")[0]
+    assert "Traceback" in first
+    assert "OSError: the disk of rank 1 is gone" in first
+    assert len(rows(tmp_path)) == 3
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(text: Path, tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, *SIZES, "--text", text, "--out", tmp_path, "--steps", "100000"]
+    port = free_port()
+    with (
+        started(*command, **rank_environment(0, 2, port)) as first,
+        started(*command, **rank_environment(1, 2, port)) as second,
+    ):
+        wait_for_rows(tmp_path, 3, first)
+        second.send_signal(signal.SIGINT)
+        assert second.wait(30) == 130
+        assert first.wait(30) == 143
+        outputs = first.stdout.read(), second.stdout.read()
+    assert not any("Traceback" in output for output in outputs)
+    step = int(re.search(r"stopped after step (\d+) by SIGTERM", outputs[0])[1])
+    assert len(rows(tmp_path)) == step
+    assert (tmp_path / "loss.svg").exists()
+    assert "held-out loss" not in outputs[0]
+
+
+def wait_for_a_peer_that_hangs() -> None:
+    train.GRACE_SECONDS = 0.3
+    if dist.get_rank() == 1:
+        time.sleep(5)
+    else:
+        with train.StopRequest():
+            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+            dist.recv(torch.zeros(1), src=1)  # in here no Python handler runs
+
+
+def test_a_signal_ends_a_rank_that_is_deep_in_a_collective() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, wait_for_a_peer_that_hangs)
+    assert failure.value.ranks[0] == 0
+    assert "--- rank 0 ---\nthe process died without a word" in str(failure.value)
+
+
+def signals_before_and_after() -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    train.GRACE_SECONDS = 0.0
+    threads = threading.active_count()
+    with train.StopRequest() as stop:
+        pass
+    time.sleep(0.2)
+    assert stop.signal == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert threading.active_count() == threads
+
+
+def test_without_a_signal_nothing_is_left_behind() -> None:
+    run_ranks(1, signals_before_and_after)
