@@ -147,9 +147,9 @@ def test_all_stages_on_two_ranks_and_one_rank_alone_give_the_losses_of_plain_tor
     options = [*SIZES, "--steps", "8", "--text", text]
     with started(*torchrun(2), tmp_path / "all_stages.py", tmp_path, *options) as pair:
         with started(sys.executable, SCRIPT, "--stage", "3", "--out", tmp_path / "alone", *options) as single:
-            assert single.wait(120) == 0, single.stdout.read()
+            assert single.wait(300) == 0, single.stdout.read()
             output = single.stdout.read()
-        assert pair.wait(120) == 0, pair.stdout.read()
+        assert pair.wait(300) == 0, pair.stdout.read()
 
     losses, norms = plain_training(text, 8)
     assert losses[-1] < losses[0] - 0.3
@@ -168,7 +168,7 @@ def check_output(output: str, folder: Path, losses: list[float]) -> None:
     before, after = map(float, re.search(r"held-out loss ([\d.]+) -> ([\d.]+) nats per byte", output).groups())
     assert before == pytest.approx(torch.log(torch.tensor(256.0)).item(), abs=0.1)  # knows nothing yet
     assert losses[-1] - 0.5 < after < before - 0.3
-    assert "stage 3 on 1 cpu rank(s), 14,976 parameters" in output
+    assert "stage 3 on 1 cpu rank(s), 15,040 parameters" in output
     sample = re.search(r"sample\n-+\n(.*)\n-+\n", output, re.DOTALL)[1]
     prompt, _, continuation = sample.partition("|")
     assert re.search(r"\d\d is written \d\d backwards", prompt)
@@ -263,7 +263,7 @@ def test_ranks_with_different_texts_all_raise(text: Path) -> None:
 
 
 def wait_for_rows(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 250
     while not (folder / "loss.csv").exists() or len(rows(folder)) < count:
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline, "no progress"

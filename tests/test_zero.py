@@ -233,3 +233,33 @@ def _inference() -> None:
 
 def test_inference_mode_then_training() -> None:
     run_ranks(2, _inference)
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("on purpose")
+
+
+def _spoiled(stage: int) -> None:
+    pair = Pair(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), stage, units=list)
+    x = torch.ones(2, 3)
+    with pytest.raises(ArithmeticError):
+        pair.model[1](_Breaks.apply(pair.model[0](x))).sum().backward()
+    for verb in (pair.optimizer.step, lambda: pair.zero.clip_grad_norm(1.0)):
+        with pytest.raises(RuntimeError, match=r"the last backward raised .* call zero_grad\(\) first"):
+            verb()
+    pair.optimizer.zero_grad()
+    pair.check()
+    pair.backward([x, 2 * x])
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_that_raised_must_be_zeroed(stage: int) -> None:
+    run_ranks(2, _spoiled, stage)

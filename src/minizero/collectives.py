@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -167,6 +168,10 @@ class ReduceScatter:
 # ---- agreeing on the order -----------------------------------------------------------------------------------------
 
 
+# One for each group, as long as that lives: a new one for each model would leave threads and sockets behind.
+_roll_call_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+
 class RollCall:
     """Ranks say which unit they gather; a difference raises on every rank, before anyone computes with wrong values.
 
@@ -175,9 +180,13 @@ class RollCall:
     """
 
     def __init__(self, names: Sequence[str], group: ProcessGroup | None) -> None:
-        self.names, ranks = names, dist.get_process_group_ranks(group)
-        # local synchronization: only this group's ranks take part, so that other groups can be made at the same time
-        self._group = dist.new_group(ranks, timeout_of(group), "gloo", use_local_synchronization=True)
+        self.names, key = names, group or dist.distributed_c10d._get_default_group()
+        if key not in _roll_call_groups:
+            # local synchronization: only this group's ranks take part; other groups can be made at the same time
+            _roll_call_groups[key] = dist.new_group(
+                dist.get_process_group_ranks(group), timeout_of(group), "gloo", use_local_synchronization=True
+            )
+        self._group = _roll_call_groups[key]
 
     def call(self, index: int) -> Callable[[], None]:
         """Announce the unit `index`; the function returned waits for the others and compares."""

@@ -47,6 +47,7 @@ class Unit(NotCopied):
         self.calls_in_backward: set[object] = set()  # calls whose inputs' gradients are still to come
         self.calls = 0  # in forwards that have a graph, since the last backward
         self.is_recomputed = False  # one of them had none of its own: reentrant checkpointing
+        self.is_in_parts = False  # parts of it are recomputed so: each brings gradients, all parameters stay to the end
         self._group = group
         self._works: list[Work] = []
         self._check: Callable[[], None] | None = None
@@ -113,7 +114,7 @@ class Gatherer(NotCopied):
         group: ProcessGroup | None,
         prefetch: int,
         frees: bool,
-        begin_backward: Callable[[], None],
+        begin_backward: Callable[[], bool],
     ) -> None:
         self.units, self.prefetch, self.frees, self.begin_backward = units, prefetch, frees, begin_backward
         self.holds = False  # inside `gathered()` nothing is resharded
@@ -133,11 +134,17 @@ class Gatherer(NotCopied):
         unit.unshard(partial(self._roll_call.call, self._index[id(unit)]) if self._roll_call else None)
 
     def reshard_all(self) -> None:
-        """Leave every unit SHARDED and forget what a backward that did not end was waiting for."""
+        """Leave every unit SHARDED, also after an error that no hook heard of."""
         for unit in self.units:
-            unit.awaits_gradients, unit.calls, unit.is_recomputed = False, 0, False
+            if self.frees and not self.holds:
+                unit.reshard()
+
+    def forget_backward(self) -> None:
+        """A backward is over, or will not go on."""
+        for unit in self.units:
+            unit.awaits_gradients = unit.is_recomputed = unit.is_in_parts = False
+            unit.calls = 0
             unit.calls_in_backward.clear()
-            self.release(unit)
 
     def release(self, unit: Unit) -> None:
         """Reshard a unit, unless backward can still need its parameters."""

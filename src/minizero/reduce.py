@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -120,8 +121,9 @@ class Reducer(NotCopied):
 
     Collectives match by order. A rank whose batch skips a branch completes its buckets in another order, or not at
     all, so a complete unit waits for those before it, and the end of backward launches the rest. With `in_backward`
-    False (stage 1) gradients stay on the parameters until `reduce_all`. `begin_backward` is called whenever autograd
-    has a gradient, `release` when a unit's gradients are all here: backward needs its parameters no more.
+    False (stage 1) gradients stay on the parameters until `reduce_all`. `begin_backward` is called for each gradient
+    that autograd has, and says whether this is a backward inside another. `release` is called when a unit's gradients
+    are all here: backward needs its parameters no more.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class Reducer(NotCopied):
         group: ProcessGroup | None,
         replicas: ProcessGroup | None,
         in_backward: bool,
-        begin_backward: Callable[[], None],
+        begin_backward: Callable[[], bool],
         release: Callable[[Unit], None],
     ) -> None:
         self._group, self._replicas, self._in_backward = group, replicas, in_backward
@@ -147,26 +149,30 @@ class Reducer(NotCopied):
 
     def attach(self) -> Iterator[RemovableHandle]:
         """Hear of each gradient when autograd has accumulated it."""
-        for unit, buckets in self._buckets.items():
-            for bucket in buckets:
+        for u, unit in enumerate(self._order):
+            for b, bucket in enumerate(self._buckets[unit]):
                 for index, leaf in enumerate(bucket.flat.leaves):
-                    hook = partial(self._on_gradient, unit, bucket, index)
-                    yield leaf.register_post_accumulate_grad_hook(hook)
+                    # Weakly: these hooks live in C++, where Python's garbage collector sees no cycle to break.
+                    yield leaf.register_post_accumulate_grad_hook(partial(_hear, ref(self), u, b, index))
 
     @torch.no_grad()
-    def _on_gradient(self, unit: Unit, bucket: Bucket, index: int, leaf: Tensor) -> None:
-        self._begin_backward()
+    def on_gradient(self, u: int, b: int, index: int) -> None:
+        """Autograd has accumulated the gradient of a parameter: `index` in bucket `b` of unit `u` of the order."""
+        is_nested, unit = self._begin_backward(), self._order[u]
         if not self._in_backward:
             return
-        bucket.collect(index)
-        if not any(b.missing for b in self._buckets[unit]):
-            for b in self._buckets[unit]:
-                b.expect_all()
-            unit.awaits_gradients = False
-            self._release(unit)
-            if unit.calls < 2 or not unit.is_recomputed:  # else more follow: one reduction, at the end of backward
-                self._complete.add(unit)
-                self._launch_complete()
+        buckets = self._buckets[unit]
+        buckets[b].collect(index)
+        unit.is_in_parts |= is_nested and not unit.is_recomputed
+        if unit.is_in_parts or any(bucket.missing for bucket in buckets):
+            return
+        for bucket in buckets:
+            bucket.expect_all()
+        unit.awaits_gradients = False
+        self._release(unit)
+        if unit.calls < 2 or not unit.is_recomputed:  # else more follow: one reduction, at the end of backward
+            self._complete.add(unit)
+            self._launch_complete()
 
     def _launch_complete(self) -> None:
         while self._launched < len(self._order) and self._order[self._launched] in self._complete:
@@ -221,3 +227,8 @@ class Reducer(NotCopied):
                 bucket.drop()
                 for leaf in bucket.flat.leaves:
                     leaf.grad = None
+
+
+def _hear(reducer: ref[Reducer], u: int, b: int, index: int, leaf: Tensor) -> None:
+    if (alive := reducer()) is not None:
+        alive.on_gradient(u, b, index)

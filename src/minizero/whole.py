@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,37 @@ def take_from_rank_0(unit: Unit, group: ProcessGroup | None, replicas: ProcessGr
     for flat in unit.flats:
         broadcast(flat.full, group, replicas)
         flat.take_shard()
+    mark_changed([unit])
+
+
+def mark_changed(units: Sequence[Unit]) -> None:
+    """Tell autograd that parameters changed: a graph from before must raise in backward, as it does in plain torch."""
+    for flat in (flat for unit in units for flat in unit.flats):
+        torch.autograd.graph.increment_version(flat.leaves)
+
+
+@contextmanager
+def hold_gathered(
+    units: Sequence[Unit], gatherer: Gatherer, group: ProcessGroup | None, replicas: ProcessGroup | None
+) -> Iterator[None]:
+    """All units are FULL inside; rank 0's values are written to all shards at the end. Nested, the outermost counts."""
+    if gatherer.holds:
+        yield
+        return
+    try:
+        gatherer.holds = True
+        for unit in units:
+            gatherer.unshard(unit)
+        for unit in units:
+            unit.wait()
+        yield
+        for flat in (flat for unit in units for flat in unit.flats):
+            flat.adopt()
+        for unit in units:
+            take_from_rank_0(unit, group, replicas)
+    finally:
+        gatherer.holds = False
+        gatherer.reshard_all()
 
 
 def read_full_state(
@@ -51,6 +83,8 @@ def write_full_state(
     replicas: ProcessGroup | None,
 ) -> None:
     """Send rank 0's `state` to the shards and buffers of all ranks, or raise ValueError on all of them first."""
+    if any(unit.state == State.FULL and not flat.aliased for unit in units for flat in unit.flats):
+        raise RuntimeError("load_full_state() inside gathered(): leave the context first")
     is_first = dist.get_rank(group) == 0 and (replicas is None or dist.get_rank(replicas) == 0)
     buffers = persistent_buffers(model)
     complaints: list[Any] = [_mismatch(state, units, buffers) if is_first else None]
@@ -60,14 +94,14 @@ def write_full_state(
     if complaints[0]:
         raise ValueError(f"cannot load the state: {complaints[0]}")
     for unit in units:
-        was_sharded = unit.state == State.SHARDED
         for flat in unit.flats:
             flat.allocate()
             for leaf, holders in zip(flat.leaves, flat.holders, strict=True) if is_first else ():
                 leaf.copy_(state[holders[0].full_name])
         take_from_rank_0(unit, group, replicas)
-        for flat in unit.flats if was_sharded else ():
-            flat.free()
+        for flat in unit.flats:
+            if not flat.aliased:
+                flat.free()
     for name, buffer in buffers.items():
         if is_first:
             buffer.copy_(state[name])

@@ -27,7 +27,7 @@ from minizero.optimizer import check_elementwise, clip_grad_norm, slice_groups
 from minizero.placeholder import NotCopied
 from minizero.reduce import Reducer
 from minizero.sharding import FlatParameters
-from minizero.whole import read_full_state, take_from_rank_0, write_full_state
+from minizero.whole import hold_gathered, mark_changed, read_full_state, take_from_rank_0, write_full_state
 
 
 class Zero(NotCopied):
@@ -70,7 +70,8 @@ class Zero(NotCopied):
         begin = self._begin_backward
         self._gatherer = Gatherer(self.units, group, prefetch, frees=stage == 3, begin_backward=begin)
         self._reducer = Reducer(self.units, group, replicas, stage > 1, begin, self._gatherer.release)
-        self._backward_runs = self._has_unreduced = False
+        self._backward: int | None = None  # autograd's number for the backward that runs
+        self._has_unreduced = self._is_spoiled = False
         self._handles = [*self._gatherer.attach(), *self._reducer.attach()]
         self._handles.append(model.register_forward_pre_hook(self._before_model, prepend=True))
         model.zero_grad = self.zero_grad  # type: ignore[method-assign]  # gradients are where it would not look
@@ -102,27 +103,34 @@ class Zero(NotCopied):
             check_model(self.model, self.units)
 
     def _recover(self) -> None:
-        """After a backward that raised: forget its gradients that are not shards yet, and reshard."""
-        if self._backward_runs:
-            self._backward_runs = False
+        """After a forward or backward that did not end: reshard, and forget gradients that are not shards yet."""
+        if self._backward is not None:
+            self._backward, self._is_spoiled = None, True
             self._reducer.drop()
-            self._gatherer.reshard_all()
+            self._gatherer.forget_backward()
+        self._gatherer.reshard_all()
 
-    def _begin_backward(self) -> None:
-        if not self._backward_runs:
-            self._backward_runs = self._has_unreduced = True
+    def _begin_backward(self) -> bool:
+        """Called by whoever first hears of a backward; True if it runs inside another (reentrant checkpointing)."""
+        current: int = torch._C._current_graph_task_id()
+        if self._backward is None:
+            self._backward, self._has_unreduced = current, True
             Variable._execution_engine.queue_callback(self._end_backward)
+        return current != self._backward
 
     def _end_backward(self) -> None:
         if self.stage > 1:
             self._reducer.finish()
             self._has_unreduced = False
+        self._gatherer.forget_backward()
         self._gatherer.reshard_all()
-        self._backward_runs = False
+        self._backward = None
 
     def _reduce(self) -> None:
         """Stage 1 reduces when somebody needs the gradients: at the step, or before it at clipping."""
         self._recover()
+        if self._is_spoiled:
+            raise RuntimeError("the last backward raised and its gradients are incomplete: call zero_grad() first")
         if self._has_unreduced:
             self._reducer.reduce_all()
             self._has_unreduced = False
@@ -167,6 +175,7 @@ class Zero(NotCopied):
                 unit.unshard()
             for unit in self.units:
                 unit.wait()
+        mark_changed(self.units)
 
     def named_slices(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, slice) of every trained parameter: this rank's elements of it, 1-D, possibly none."""
@@ -187,7 +196,7 @@ class Zero(NotCopied):
     def _drop_unreduced(self) -> None:
         self._recover()
         self._reducer.drop()
-        self._has_unreduced = False
+        self._has_unreduced = self._is_spoiled = False
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip by the norm over all parameters and ranks; call on all ranks. See optimizer.clip_grad_norm."""
@@ -204,24 +213,9 @@ class Zero(NotCopied):
         as each likes. After an exception nothing is written: stage 3 forgets the changes, stages 1 and 2, which hand
         out the live parameters, keep them on the rank that made them.
         """
-        if self._gatherer.holds:
-            yield
-            return
         self._recover()
-        try:
-            self._gatherer.holds = True
-            for unit in self.units:
-                self._gatherer.unshard(unit)
-            for unit in self.units:
-                unit.wait()
+        with hold_gathered(self.units, self._gatherer, self.group, self.replicas):
             yield
-            for flat in (flat for unit in self.units for flat in unit.flats):
-                flat.adopt()
-            for unit in self.units:
-                take_from_rank_0(unit, self.group, self.replicas)
-        finally:
-            self._gatherer.holds = False
-            self._gatherer.reshard_all()
 
     def full_state(self) -> dict[str, Tensor]:
         """The plain model's state dict, on the CPU of rank 0; other ranks get {}. Call on all ranks of `group`.
@@ -238,8 +232,6 @@ class Zero(NotCopied):
         was changed.
         """
         self._recover()
-        if self._gatherer.holds:
-            raise RuntimeError("load_full_state() inside gathered(): leave the context first")
         write_full_state(self.model, self.units, state, self.group, self.replicas)
 
     def unwrap(self) -> nn.Module:
