@@ -74,7 +74,8 @@ def test_a_module_that_is_of_use_alone_imports_nothing_of_ours(module: str) -> N
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_is_short_enough_to_read(module: str) -> None:
-    assert len(MODULES[module].read_text().splitlines()) <= 250
+    lines = len(MODULES[module].read_text().splitlines())
+    assert lines <= 250
 
 
 def test_the_reference_lists_every_module_in_the_order_of_chapters() -> None:

@@ -1009,7 +1009,7 @@ def gather_different_units(prefetch: int, same_size: bool) -> None:
 @pytest.mark.parametrize("same_size", [True, False])
 def test_F13_ranks_that_gather_different_units_all_raise_and_name_them(prefetch: int, same_size: bool) -> None:
     with pytest.raises(RankFailure) as caught:
-        run_ranks(2, gather_different_units, prefetch, same_size, timeout=30.0)
+        run_ranks(2, gather_different_units, prefetch, same_size, timeout=30.0, group_timeout=5.0)
     assert sorted(caught.value.ranks) == [0, 1]
     for text in str(caught.value).split("--- rank ")[1:]:
         assert re.search(r"ranks gather different units \(rank 0: '(root|a)', rank 1: 'b'\)", text)

@@ -144,7 +144,7 @@ def test_memory_counts_storages_once_and_gradients_too() -> None:
     weight = torch.nn.Parameter(torch.zeros(1000))
     views = [weight.detach()[:10], weight.view(10, 100), torch.empty(50, device="meta")]
     assert mark.tensors() == 4000
-    weight.grad = torch.zeros(1000)
+    weight.square().sum().backward()  # a gradient that no Python object has been made for
     assert mark.tensors() == 8000
     weight.grad = None
     weight.untyped_storage().resize_(0)

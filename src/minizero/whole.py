@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minizero.construct import broadcast
-from minizero.gather import Gatherer, State, Unit
+from minizero.gather import Gatherer, Unit
 from minizero.placeholder import ShardedParameter
 
 
@@ -83,8 +83,6 @@ def write_full_state(
     replicas: ProcessGroup | None,
 ) -> None:
     """Send rank 0's `state` to the shards and buffers of all ranks, or raise ValueError on all of them first."""
-    if any(unit.state == State.FULL and not flat.aliased for unit in units for flat in unit.flats):
-        raise RuntimeError("load_full_state() inside gathered(): leave the context first")
     is_first = dist.get_rank(group) == 0 and (replicas is None or dist.get_rank(replicas) == 0)
     buffers = persistent_buffers(model)
     complaints: list[Any] = [_mismatch(state, units, buffers) if is_first else None]

@@ -94,8 +94,6 @@ class Zero(NotCopied):
             broadcast(buffer, self.group, self.replicas)
         return [built[plan.name] for plan in plans]
 
-    # ---- a step ------------------------------------------------------------------------------------------------
-
     @torch.compiler.disable
     def _before_model(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
@@ -203,8 +201,6 @@ class Zero(NotCopied):
         self._reduce()
         return clip_grad_norm([piece for _, piece in self.named_slices()], max_norm, norm_type, self.group)
 
-    # ---- whole parameters --------------------------------------------------------------------------------------
-
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """All parameters are whole inside, for reading, generating or surgery; enter and leave on all ranks.
@@ -232,6 +228,8 @@ class Zero(NotCopied):
         was changed.
         """
         self._recover()
+        if self._gatherer.holds:
+            raise RuntimeError("load_full_state() inside gathered(): leave the context first")
         write_full_state(self.model, self.units, state, self.group, self.replicas)
 
     def unwrap(self) -> nn.Module:
