@@ -7,7 +7,8 @@ N is the number of ranks in the group. `group=None` is torch's default process g
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -163,6 +164,18 @@ class ReduceScatter:
         dtype = torch.promote_types(self._received.dtype, torch.float32)
         with torch.no_grad():
             return self._received.view(self._world, -1).sum(0, dtype=dtype)
+
+
+@contextmanager
+def on_all_ranks(action: str) -> Iterator[None]:
+    """Say in the error of a collective that failed what it was for, and what is usually wrong."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} could not {action}: {error}. All ranks of the group must take part, each within the "
+            "group's timeout: was this called on one rank only, or did a rank fail?"
+        ) from error
 
 
 # ---- agreeing on the order -----------------------------------------------------------------------------------------

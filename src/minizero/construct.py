@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minizero.collectives import on_all_ranks
 from minizero.gather import Unit
 from minizero.sharding import Holder, holders_of, raise_replaced
 
@@ -162,9 +163,10 @@ def _give_memory(module: nn.Module, holders: dict[int, list[Holder]], device: to
 
 def broadcast(tensor: Tensor, group: ProcessGroup | None, replicas: ProcessGroup | None) -> None:
     """Give every rank of the group, and of all replicas, the tensor of rank 0."""
-    if replicas is not None:
-        dist.broadcast(tensor, group=replicas, group_src=0)
-    dist.broadcast(tensor, group=group, group_src=0)
+    with on_all_ranks("send rank 0's values"):
+        if replicas is not None:
+            dist.broadcast(tensor, group=replicas, group_src=0)
+        dist.broadcast(tensor, group=group, group_src=0)
 
 
 def check_model(model: nn.Module, units: Sequence[Unit]) -> None:

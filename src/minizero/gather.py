@@ -7,6 +7,7 @@ all-gather, `wait` ends it, `reshard` lets the full parameters go. Hooks call th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import ProcessGroup, Work
 from torch.utils.hooks import RemovableHandle
 
-from minizero.collectives import RollCall, launch_all_gather
+from minizero.collectives import RollCall, launch_all_gather, on_all_ranks
 from minizero.outputs import HINT, is_plain, tensors_in
 from minizero.placeholder import NotCopied
 from minizero.sharding import FlatParameters
@@ -71,34 +72,26 @@ class Unit(NotCopied):
         """Wait for the all-gather and put the parameters into the modules. Raises RuntimeError naming the unit."""
         if self.state != State.IN_FLIGHT:
             return
-        try:
+        with on_all_ranks(f"gather unit {self.name!r}"):
             if self._check:
                 self._check()
-            self._land()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {dist.get_rank()} could not gather unit {self.name!r}: {error}. All ranks of the group must "
-                "take part, each within the group's timeout: was this called on one rank only, or did a rank fail?"
-            ) from error
+            while self._works:
+                self._works.pop().wait()
         for flat in self.flats:
             flat.show(flat.leaves)
         self.state = State.FULL
-
-    def _land(self) -> None:
-        while self._works:
-            self._works.pop().wait()
 
     def reshard(self) -> None:
         """Free the full parameters and leave placeholders in the modules; only the shards stay."""
         if self.state == State.SHARDED:
             return
-        try:
-            self._land()  # a running all-gather writes into the memory that is about to go
-        finally:
-            for flat in self.flats:
-                flat.show(flat.placeholders)
-                flat.free()
-            self.state = State.SHARDED
+        while self._works:  # a running all-gather writes into the memory that is about to go
+            with suppress(RuntimeError):  # nobody reads what it brings; the next collective tells what is wrong
+                self._works.pop().wait()
+        for flat in self.flats:
+            flat.show(flat.placeholders)
+            flat.free()
+        self.state = State.SHARDED
 
 
 class Gatherer(NotCopied):

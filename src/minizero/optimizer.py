@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from minizero.collectives import launch_all_gather
+from minizero.collectives import launch_all_gather, on_all_ranks
 from minizero.sharding import FlatParameters
 
 
@@ -205,6 +205,7 @@ def global_norm(gradients: list[Tensor], norm_type: float, group: ProcessGroup |
     mine = torch.linalg.vector_norm(local, norm_type).reshape(1)
     # Gathered, not reduced with MAX: gloo's MAX loses a NaN that rank 0 does not hold.
     everyone = mine.new_empty(dist.get_world_size(group))
-    launch_all_gather(everyone, mine, group).wait()
+    with on_all_ranks("get the norm of the gradients"):
+        launch_all_gather(everyone, mine, group).wait()
     norm: Tensor = torch.linalg.vector_norm(everyone, norm_type)
     return norm

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from minizero.collectives import ReduceScatter
+from minizero.collectives import ReduceScatter, on_all_ranks
 from minizero.gather import Unit
 from minizero.placeholder import NotCopied
 from minizero.sharding import FlatParameters
@@ -188,11 +188,9 @@ class Reducer(NotCopied):
 
     def _land_first(self) -> None:
         unit = self._flying.pop(0)
-        try:
+        with on_all_ranks(f"reduce unit {unit.name!r}"):
             for bucket in self._buckets[unit]:
                 bucket.land(self._divisor, self._replicas)
-        except RuntimeError as error:
-            raise RuntimeError(f"rank {dist.get_rank()} could not reduce unit {unit.name!r}: {error}") from error
 
     @torch.no_grad()
     def finish(self) -> None:

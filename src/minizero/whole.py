@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minizero.collectives import on_all_ranks
 from minizero.construct import broadcast
 from minizero.gather import Gatherer, Unit
 from minizero.placeholder import ShardedParameter
@@ -86,9 +87,10 @@ def write_full_state(
     is_first = dist.get_rank(group) == 0 and (replicas is None or dist.get_rank(replicas) == 0)
     buffers = persistent_buffers(model)
     complaints: list[Any] = [_mismatch(state, units, buffers) if is_first else None]
-    if replicas is not None:
-        dist.broadcast_object_list(complaints, group=replicas, group_src=0)
-    dist.broadcast_object_list(complaints, group=group, group_src=0)
+    with on_all_ranks("load the state"):
+        if replicas is not None:
+            dist.broadcast_object_list(complaints, group=replicas, group_src=0)
+        dist.broadcast_object_list(complaints, group=group, group_src=0)
     if complaints[0]:
         raise ValueError(f"cannot load the state: {complaints[0]}")
     for unit in units:
