@@ -116,8 +116,9 @@ def prepare_deepspeed() -> None:
     try:
         launch(Path(__file__).with_name("_deepspeed_op.py"), [], 1, DEEPSPEED_SECONDS + 5)
     except RankFailure as failure:
-        hint = "If a compilation was interrupted before, delete ~/.cache/torch_extensions and try again."
-        raise RankFailure(f"DeepSpeed cannot be used:\n{failure}\n{hint}", failure.ranks) from None
+        hint = "\nIf a compilation was interrupted before, delete ~/.cache/torch_extensions and try again."
+        is_late = "Timeout (" in str(failure)  # what faulthandler writes
+        raise RankFailure(f"DeepSpeed cannot be used:\n{failure}{hint if is_late else ''}", failure.ranks) from None
 
 
 # ---- a network with nothing in it but our ranks ------------------------------------------------------------------

@@ -117,8 +117,9 @@ def finish(job: Job, fp32: Trained, fp64: Trained, result: dict[str, Any]) -> No
 
 
 def loss_difference(run: Trained, one: Trained) -> float:
-    """Largest over all steps."""
-    return max(abs(a - b) for a, b in zip(run.losses, one.losses, strict=True))
+    """Largest over all steps; NaN if one is."""
+    ours, theirs = (torch.tensor(trained.losses, dtype=torch.float64) for trained in (run, one))
+    return float((ours - theirs).abs().max())
 
 
 def flat(run: Trained) -> Tensor:

@@ -1,6 +1,7 @@
 """scripts/parity.py and bench.py, and what they are made of: the launcher, the counters, the verdicts."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -199,6 +200,7 @@ def test_differences_are_taken_by_name() -> None:
     run = Trained([2.0, 1.5], {"b": torch.tensor([[3.5]]), "a": torch.tensor([1.0, 2.0])})
     assert difference(run, one).tolist() == [0.0, 0.0, 0.5]
     assert loss_difference(run, one) == 0.5
+    assert math.isnan(loss_difference(Trained([2.0, math.nan], {}), one))
     with pytest.raises(ValueError, match="differ in name: \\['b'\\]"):
         difference(Trained([], {"a": torch.ones(2)}), one)
 

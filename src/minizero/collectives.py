@@ -173,8 +173,8 @@ def on_all_ranks(action: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {dist.get_rank()} could not {action}: {error}. All ranks of the group must take part, each within the "
-            "group's timeout: was this called on one rank only, or did a rank fail?"
+            f"rank {dist.get_rank()} could not {action}: {error}. All ranks of the group must take part, each within "
+            "the group's timeout: was this called on one rank only, or did a rank fail?"
         ) from error
 
 
