@@ -4,8 +4,8 @@ One idea: every stage of ZeRO divides one more term of the same sum by the numbe
 gradients and optimizer states; stage 1 divides the last term, stage 2 the last two, stage 3 all three. What comes on
 top (activations, gathered units, padding) and what each stage sends is computed here as well.
 
-Counts are elements, sizes are bytes, GB is 10⁹ bytes as in the papers. Nothing here measures: chapters and tests hold
-these numbers against real tensors.
+Counts are elements, sizes are bytes, GB is 10⁹ bytes as in the papers. An argument that is out of range raises
+ValueError with its name. Nothing here measures: chapters and tests hold these numbers against real tensors.
 
     python -m minizero.memory --params 7.5e9 --ranks 64
 """
@@ -78,9 +78,6 @@ def model_states(params: int, ranks: int, stage: int, precision: str | Precision
         ranks: N, data-parallel ranks.
         stage: 0 (replicated) to 3.
         precision: a key of `PRECISIONS`, or your own `Precision`.
-
-    Raises:
-        ValueError: naming the argument, if one is out of range.
     """
     _check_positive(params=params, ranks=ranks)
     _check_stage(stage)
@@ -124,9 +121,6 @@ def gathered_bytes(units: Sequence[int], ranks: int, bytes_per_element: int, pre
         ranks: N.
         bytes_per_element: of a gathered weight.
         prefetch: units gathered ahead, 0 for none.
-
-    Raises:
-        ValueError: naming the argument, if one is out of range.
     """
     _check_positive(units=len(units), bytes_per_element=bytes_per_element)
     if type(prefetch) is not int or prefetch < 0:
@@ -148,9 +142,6 @@ def traffic(params: int, ranks: int, stage: int, bytes_per_element: int) -> int:
         ranks: N.
         stage: 0 to 3.
         bytes_per_element: on the wire.
-
-    Raises:
-        ValueError: naming the argument, if one is out of range.
     """
     _check_positive(params=params, ranks=ranks, bytes_per_element=bytes_per_element)
     _check_stage(stage)
@@ -169,9 +160,6 @@ def paper_activation_bytes(batch: int, sequence: int, width: int, heads: int, ke
       the one block that backward is in has "all" again.
 
     No stage of ZeRO divides these: each rank has its own samples.
-
-    Raises:
-        ValueError: naming the argument, if one is out of range.
     """
     _check_positive(batch=batch, sequence=sequence, width=width, heads=heads)
     values = sequence * batch * width
@@ -194,9 +182,6 @@ def block_activation_bytes(batch: int, sequence: int, width: int, heads: int, by
     Args:
         batch, sequence, width, heads: B, T, C and the heads of the block.
         bytes_per_element: of its weights and activations.
-
-    Raises:
-        ValueError: naming the argument, if one is out of range.
     """
     _check_positive(batch=batch, sequence=sequence, width=width, heads=heads, bytes_per_element=bytes_per_element)
     tokens = batch * sequence
