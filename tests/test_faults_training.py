@@ -90,7 +90,7 @@ def clip_nonfinite(stage: int) -> None:
             for norm_type in (2.0, 1.0, math.inf):
                 poisoned = not on_last_rank_only or dist.get_rank() == 2
                 model(torch.tensor([3.0, 4.0, bad if poisoned else 1.0])).backward()
-                with pytest.raises(minizero.NonFiniteGradientError, match="norm is (inf|nan)"):
+                with pytest.raises(minizero.NonFiniteGradientError, match=r"norm is (inf|nan)"):
                     zero.clip_grad_norm(1.0, norm_type)
                 wanted = torch.tensor([[3.0, 4.0, bad][dist.get_rank()]])
                 torch.testing.assert_close(slices(zero)[0].grad, wanted, rtol=0, atol=0, equal_nan=True)

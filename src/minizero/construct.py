@@ -27,11 +27,24 @@ class Plan:
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
-    """The elements of every outermost `nn.ModuleList`: in a transformer, its blocks."""
+    """The elements of every outermost `nn.ModuleList`: in a transformer, its blocks.
+
+    Elements that are lists or dicts themselves have no forward to gather before; their elements count instead.
+    """
     units: list[nn.Module] = []
     for child in model.children():
-        units += child if isinstance(child, nn.ModuleList) else default_units(child)
-    return [unit for unit in units if any(True for _ in unit.parameters())]
+        inside = _elements(child) if isinstance(child, nn.ModuleList) else default_units(child)
+        units += [unit for unit in inside if any(True for _ in unit.parameters())]
+    return units
+
+
+def _elements(container: nn.Module) -> list[nn.Module]:
+    return [e for child in container.children() for e in ([child] if _has_forward(child) else _elements(child))]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # looked up on the instance: torch.compile's wrapper sets it there
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def plan_units(model: nn.Module, units: Iterable[nn.Module] | None) -> list[Plan]:
@@ -44,7 +57,7 @@ def plan_units(model: nn.Module, units: Iterable[nn.Module] | None) -> list[Plan
     for unit in default_units(model) if units is None else units:
         if id(unit) not in paths:
             raise ValueError(f"units: a {type(unit).__name__} is not a module inside the model")
-        if type(unit).forward is nn.Module.forward:
+        if not _has_forward(unit):
             raise ValueError(f"units: {paths[id(unit)]!r} ({type(unit).__name__}) has no forward to gather before")
         plans.setdefault(paths[id(unit)], Plan(paths[id(unit)], unit, []))
     for parameter, holders in holders_of(model):
@@ -86,7 +99,12 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def agree(plans: Sequence[Plan], stage: int, group: ProcessGroup | None) -> None:
-    """Raise ValueError on all ranks, naming the first difference, unless all are about to shard the same model."""
+    """Raise ValueError on all ranks, naming the first difference, unless all are about to shard the same model.
+
+    Ranks are counted inside `group`. Also raises on a rank that `group` does not contain.
+    """
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
     mine = [f"stage {stage}"] + [
         f"unit {plan.name!r}, {holders[0].full_name!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
         for plan in plans

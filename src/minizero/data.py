@@ -1,4 +1,4 @@
-"""Real text for every reader, and batches that ranks can share.
+"""Chapter 31, run and check: real text for every reader, and batches that ranks can share.
 
 One idea: the order of the samples belongs to the run, not to the ranks. All ranks shuffle alike, from the seed and the
 epoch, and each takes its slice of every global batch. So no sample is seen twice in an epoch, no rank has a batch more

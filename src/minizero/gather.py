@@ -47,6 +47,7 @@ class Unit(NotCopied):
         self.awaits_gradients = False  # backward has reached this unit and not yet left it with all its gradients
         self.calls_in_backward: set[object] = set()  # calls whose inputs' gradients are still to come
         self.calls = 0  # in forwards that have a graph, since the last backward
+        self.versions_before: dict[str, int] = {}  # at the beginning of its forward
         self.is_recomputed = False  # one of them had none of its own: reentrant checkpointing
         self.is_in_parts = False  # parts of it are recomputed so: each brings gradients, all parameters stay to the end
         self._group = group
@@ -55,6 +56,10 @@ class Unit(NotCopied):
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {sum(f.layout.numel for f in self.flats)} parameters, {self.state})"
+
+    def versions(self) -> dict[str, int]:
+        """How often each parameter was changed in place, by name, as autograd counts it."""
+        return {n: leaf._version for flat in self.flats for n, leaf in zip(flat.names, flat.leaves, strict=True)}
 
     def unshard(self, roll_call: Callable[[], Callable[[], None]] | None = None) -> None:
         """Start the all-gather, if the unit is SHARDED."""
@@ -161,6 +166,7 @@ class Gatherer(NotCopied):
             unit.is_recomputed |= not has_graph
         # Without the root's forward around it, nobody would reshard a unit that was gathered ahead in vain.
         self._gather(unit, self.units[i + 1 :] if self._in_forward and not recomputes else ())
+        unit.versions_before = unit.versions()
 
     @torch.compiler.disable
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -171,6 +177,12 @@ class Gatherer(NotCopied):
         if not in_backward():  # else it is recomputed for its own backward, which comes right now
             for done in self.units if unit is self.units[0] else (unit,):
                 self.release(done)
+        for name, version in unit.versions().items():
+            if version != unit.versions_before.get(name, version) and not self.holds:
+                raise RuntimeError(
+                    f"parameter {name!r} was changed in place by the forward of unit {unit.name!r}: no other rank and "
+                    "no shard would learn of it. Change parameters inside `with zero.gathered():`"
+                )
 
     def _expect_backward(self, unit: Unit, inputs: Any, output: Any) -> None:
         # Gradients of the trained parameters tell when backward has left a unit. Frozen ones have none: there, and

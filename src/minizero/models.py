@@ -1,4 +1,4 @@
-"""The model that every chapter trains: a small GPT that has never heard of ranks.
+"""Chapter 31, run and check: the model that is trained, a small GPT that has never heard of ranks.
 
 One idea: parallelism stays outside the model. Nothing here knows about shards, process groups or devices, so the
 same class trains in one process, under `minizero.Zero`, under torch's DDP and FSDP2, and under DeepSpeed.

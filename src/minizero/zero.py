@@ -65,7 +65,8 @@ class Zero(NotCopied):
             raise ValueError(f"prefetch must be 0 or more units, got {prefetch!r}")
         self.model, self.stage, self.group, self.replicas = model, stage, group, replicas
         plans = plan_units(model, units)
-        agree(plans, stage, group)
+        for ranks in (group,) if replicas is None else (group, replicas):
+            agree(plans, stage, ranks)
         self.units = self._build(plans, initialize)
         begin = self._begin_backward
         self._gatherer = Gatherer(self.units, group, prefetch, frees=stage == 3, begin_backward=begin)
