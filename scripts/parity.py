@@ -6,7 +6,7 @@ One GPT, one text, one seed: first in one process, then under torch DDP, FSDP2, 
 and 4 ranks, each in processes of its own. A row of the table is one such run:
 
 * loss, parameters: how far from the one process. Loss: the largest difference of any step, fp32. AdamW fp32: relative
-  norm of the difference of all parameters after the last step. SGD float64: its largest element.
+  norm of the difference of all parameters after the last step. SGD float64: its largest element, after five steps.
 * wire MB: what each rank sends per step. Theory is 2Ψ(N-1)/N elements for stages 0-2, 3Ψ(N-1)/N for stage 3. Ledger
   adds up the collectives; lo is the loopback interface, which counts every byte, TCP/IP headers and all.
 * state MB: parameters, gradients and optimizer states alive on the fullest rank between backward and step. Tensors are

@@ -206,9 +206,9 @@ class Zero(NotCopied):
     def gathered(self) -> Iterator[None]:
         """All parameters are whole inside, for reading, generating or surgery; enter and leave on all ranks.
 
-        On leaving, rank 0's values are written to the shards of all ranks. Inside, ranks may run the model as often
-        as each likes. After an exception nothing is written: stage 3 forgets the changes, stages 1 and 2, which hand
-        out the live parameters, keep them on the rank that made them.
+        On leaving, rank 0's values are written to the shards of all ranks; older graphs can run no backward then.
+        Inside, ranks may run the model as often as each likes. After an exception nothing is written: stage 3 forgets
+        the changes, stages 1 and 2, which hand out the live parameters, keep them on the rank that made them.
         """
         self._recover()
         with hold_gathered(self.units, self._gatherer, self.group, self.replicas):
