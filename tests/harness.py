@@ -25,7 +25,14 @@ import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
 # torch._dynamo: the first optimizer of a process imports it, which would cost every rank some seconds
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy", "minizero.zero"])
+_preloaded = ["torch", "torch.distributed", "torch._dynamo", "numpy", "minizero.zero"]
+_context.set_forkserver_preload(_preloaded)
+
+
+def preload(*modules: str) -> None:
+    """Have the forkserver import `modules` too; call it while a test module is imported, before any rank starts."""
+    _preloaded.extend(modules)
+    _context.set_forkserver_preload(_preloaded)
 
 
 class RankFailure(AssertionError):

@@ -6,7 +6,6 @@ frozen parameters and caches. Float64 and SGD: three steps on two ranks must equ
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,10 +19,11 @@ from torch import Tensor, nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import transformers
+
 import minizero
 
-pytest.importorskip("transformers")
-import transformers
+harness.preload("peft", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 Units = Callable[[nn.Module], Iterable[nn.Module]]
@@ -186,7 +186,7 @@ def generate_in_step(pair: reference.Pair) -> None:
 
 def train_all(stage: int) -> None:
     """All in one start: importing transformers takes longer than everything else here."""
-    for name in MODELS if importlib.util.find_spec("peft") else MODELS.keys() - {"lora"}:
+    for name in MODELS:
         train(name, stage, checkpointing=False)
         if stage == 3 and name in ("gpt2", "llama"):
             train(name, stage, checkpointing=True)

@@ -23,7 +23,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def init_distributed(timeout: float = 60.0) -> torch.device:
-    """Join the process group that a launcher (torchrun, deepspeed, srun, `%%ranks`) described in the environment.
+    """Join the process group that a launcher (torchrun, deepspeed, `%%ranks`) described in the environment.
 
     Without a launcher the group has one rank. The backend is NCCL on `cuda:LOCAL_RANK` when this machine has a GPU for
     each of its ranks, else gloo on the CPU. A collective that waits longer than `timeout` seconds raises. Returns the
