@@ -45,7 +45,7 @@ def complaints(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
     found: list[str] = []
     roles = {place: (role, name) for place, role, name in marked(notebook)}
     checks = {name: place for place, role, name in marked(notebook) if role == "check"}
-    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
     with client.setup_kernel():
         for place, cell in enumerate(notebook.cells):
             role, name = roles.get(place, ("", ""))

@@ -208,7 +208,7 @@ def test_the_figure_shows_every_step_and_both_held_out_losses(tmp_path: Path) ->
         ("--width 10 --heads 4", "heads must divide width: 4 heads, width 10"),
         ("--text /nowhere/at/all", "No such file or directory: '/nowhere/at/all'"),
         ("--text /", "Is a directory: '/'"),
-        ("--text {text} --context 4001", "numbers.txt is too short"),
+        ("--text {text} --context 40001", "numbers.txt is too short"),
         ("--text {text} --batch 400 --context 16", "but one global batch needs 400: 2 ranks with batch 200"),
         ("--out {text}", "File exists"),
         ("--step 5", "unrecognized arguments: --step 5"),

@@ -128,11 +128,20 @@ def test_gradients_add_up_until_they_are_zeroed(stage: int) -> None:
     run_ranks(2, _micro_batches, stage)
 
 
+class _Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x)
+
+
 def test_default_units_are_the_elements_of_outermost_lists() -> None:
-    experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    block = nn.ModuleDict({"experts": experts})
-    model = nn.ModuleDict({"a": nn.ModuleList([block, nn.Identity()]), "b": nn.Sequential(nn.ModuleList([nn.ReLU()]))})
-    assert default_units(model) == [block]  # not its experts, and nothing without parameters
+    block, pair = _Experts(), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model = nn.ModuleDict({"a": nn.ModuleList([block, nn.Identity(), pair]), "b": nn.Sequential(nn.ReLU())})
+    # not the block's experts, nothing without parameters, and instead of a list that cannot run its elements
+    assert default_units(model) == [block, *pair]
 
 
 def test_parameters_belong_to_the_innermost_unit_around_all_their_holders() -> None:
