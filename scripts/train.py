@@ -74,7 +74,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="the output layer shares the token embedding's weight")
     parser.add_argument("--batch", type=size, default=32, help="sequences per step, over all ranks; default 32")
     parser.add_argument("--steps", type=size, default=200, help="default 200")
-    parser.add_argument("--lr", type=real, default=3e-3, help="highest learning rate, default 3e-3")
+    parser.add_argument("--lr", type=real, default=1.5e-3, help="highest learning rate, default 1.5e-3")
     parser.add_argument("--warmup", type=int, default=10, help="steps until the learning rate is there, default 10")
     parser.add_argument("--clip", type=real, default=1.0, help="largest norm of the gradient, default 1.0")
     parser.add_argument("--text", type=Path, help="a text file; default: Python's standard library")

@@ -78,6 +78,8 @@ def _is_inside(path: str, unit: str) -> bool:
 def _check_parameter(parameter: nn.Parameter, name: str) -> None:
     if hasattr(parameter, "is_sharded_by_minizero") or hasattr(parameter, "home"):
         raise ValueError(f"parameter {name!r} is sharded already: a model, or a part of it, can be sharded once")
+    if hasattr(parameter, "is_replicated_by_minizero"):
+        raise ValueError(f"parameter {name!r} is held by a Replicated: a model has one stage")
     if parameter.is_complex():
         raise TypeError(f"parameter {name!r} is complex: hold it as a real tensor (torch.view_as_real) to shard it")
     if isinstance(parameter, nn.UninitializedParameter):

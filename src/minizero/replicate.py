@@ -149,8 +149,7 @@ class Replicated:
             bucket.reset()
 
     def _identities(self) -> dict[str, tuple[int, torch.dtype, bool]]:
-        named = self.model.named_parameters(remove_duplicate=False)
-        return {name: (id(p), p.dtype, p.requires_grad) for name, p in named}
+        return {name: (id(p), p.dtype, p.requires_grad) for name, p in self.model.named_parameters()}
 
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: Any) -> None:
