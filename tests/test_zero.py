@@ -159,6 +159,7 @@ REFUSED = [
     (lambda m: minizero.Zero(m, [nn.Linear(1, 1)]), ValueError, "a Linear is not a module inside the model"),
     (lambda m: minizero.Zero(m, [m["list"]]), ValueError, r"'list' \(ModuleList\) has no forward"),
     (lambda m: minizero.Zero(nn.ReLU()), ValueError, "no parameters to shard"),
+    (lambda m: (minizero.Replicated(m), minizero.Zero(m)), ValueError, r"'list\.0\.weight' is held by a Replicated"),
     (lambda m: minizero.Zero(nn.LazyLinear(2)), TypeError, "parameter 'weight' is lazy"),
 ]
 
