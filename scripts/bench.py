@@ -37,6 +37,7 @@ METHODS = [FLOOR, "ddp", BASE, "deepspeed1", "deepspeed2", "deepspeed3", *(f"min
 RATIOS = [("minizero3", BASE), ("minizero3", "deepspeed3"), ("minizero3", FLOOR)]
 
 WARM_UP = 3  # rounds not timed: lazy initialisation, and DeepSpeed's tracing of the model
+LEARNING_RATE = 1e-4  # times do not depend on it; a larger one makes losses of equal methods part sooner
 SAME_LOSS = 1e-4  # rounding grows with the steps; a wrong gradient or a missed update shows in the second digit
 
 
@@ -51,7 +52,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     build = builders(micro_batch)
     methods = {
         name: build["one" if name == FLOOR else name](
-            build_model(config, torch.float32, device), torch.optim.AdamW, 1e-3
+            build_model(config, torch.float32, device), torch.optim.AdamW, LEARNING_RATE
         )
         for name in arguments.methods
     }

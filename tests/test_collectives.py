@@ -26,9 +26,8 @@ def _rings() -> None:
         shard = torch.randn(numel, generator=generator, dtype=torch.float64)
         full, expected = torch.empty(numel * world).double(), torch.empty(numel * world).double()
         ring_all_gather(full, shard)
-        launch_all_gather(expected, shard).wait()
+        dist.all_gather(list(expected.chunk(world)) if numel else [shard] * world, shard)
         assert torch.equal(full, expected)
-        assert torch.equal(full[rank * numel : (rank + 1) * numel], shard)
 
         gradient = torch.randn(numel * world, generator=generator, dtype=torch.float64)
         kept, total = gradient.clone(), gradient.clone()
@@ -50,6 +49,29 @@ def _rings() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_rings_equal_the_backend(world: int) -> None:
     run_ranks(world, _rings)
+
+
+def _all_gathers() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool):
+        for numel in (0, 1, 5, 100_000):
+            expected = (torch.arange(numel * world) % 7).to(dtype)
+            mine = expected[rank * numel : (rank + 1) * numel]
+            full, places = torch.zeros(numel * world, dtype=dtype), torch.zeros(numel * world, dtype=dtype)
+            inside = places[rank * numel : (rank + 1) * numel].copy_(mine)
+            first = launch_all_gather(full, mine)  # two at once: messages keep their order
+            second = launch_all_gather(places, inside)
+            second.wait()
+            first.wait()
+            assert torch.equal(full, expected)
+            assert torch.equal(places, expected)
+    with pytest.raises(ValueError, match="full must be 1-D"):
+        launch_all_gather(torch.empty(world + 1), torch.empty(1))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_gather_puts_every_shard_in_its_place(world: int) -> None:
+    run_ranks(world, _all_gathers)
 
 
 def _ring_shapes() -> None:

@@ -118,14 +118,38 @@ def _check_full_and_shard(full: Tensor, shard: Tensor, group: ProcessGroup | Non
 
 # ---- what ZeRO calls: the backend's own collectives, and a reduce-scatter that is one everywhere -----------------
 
+ALL_GATHER_TAG = 1  # on the messages of an all-gather: a ledger tells them from other sends by it
 
-def launch_all_gather(full: Tensor, shard: Tensor, group: ProcessGroup | None = None) -> Work:
+
+class Exchange:
+    """An all-gather without a middleman: each rank sends its `shard` to every other, straight into place in `full`."""
+
+    def __init__(self, full: Tensor, shard: Tensor, group: ProcessGroup | None) -> None:
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        places, others = full.view(world, -1), [(rank + step) % world for step in range(1, world)]
+        self._works = [dist.irecv(places[r], group=group, tag=ALL_GATHER_TAG, group_src=r) for r in others]
+        self._works += [dist.isend(shard, group=group, tag=ALL_GATHER_TAG, group_dst=r) for r in others]
+        if places[rank].data_ptr() != shard.data_ptr():
+            places[rank].copy_(shard)
+
+    def wait(self) -> None:
+        """Block until the shards of all ranks are here and this rank's have left."""
+        for work in filter(None, self._works):
+            work.wait()
+
+
+def launch_all_gather(full: Tensor, shard: Tensor, group: ProcessGroup | None = None) -> Work | Exchange:
     """Start filling `full` (N * n elements) with the `shard`s (n elements) of all ranks; `wait()` before reading it.
 
     On CUDA the collective runs on NCCL's own stream, after what the current stream has queued, and `wait()` makes the
-    current stream wait for it. `shard` must not change until then; it may be this rank's part of `full`.
+    current stream wait for it. On the CPU the ranks exchange their shards: gloo's all-gather sends the same bytes, but
+    into a buffer of its own, and then copies them. `shard` must not change until the end; it may be this rank's part
+    of `full`.
     """
+    _check_full_and_shard(full, shard, group)
     with torch.no_grad():
+        if full.device.type == "cpu":
+            return Exchange(full, shard, group)
         work: Work = _all_gather(full, shard, group=group, async_op=True)
     return work
 
@@ -204,7 +228,7 @@ class RollCall:
     def call(self, index: int) -> Callable[[], None]:
         """Announce the unit `index`; the function returned waits for the others and compares."""
         mine, all_ranks = torch.tensor([index]), torch.empty(dist.get_world_size(self._group), dtype=torch.int64)
-        work = launch_all_gather(all_ranks, mine, self._group)
+        work = _all_gather(all_ranks, mine, group=self._group, async_op=True)
 
         def check() -> None:
             work.wait()

@@ -19,7 +19,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import ProcessGroup, Work
 from torch.utils.hooks import RemovableHandle
 
-from minizero.collectives import RollCall, launch_all_gather, on_all_ranks
+from minizero.collectives import Exchange, RollCall, launch_all_gather, on_all_ranks
 from minizero.outputs import HINT, is_plain, tensors_in
 from minizero.placeholder import NotCopied
 from minizero.sharding import FlatParameters
@@ -51,7 +51,7 @@ class Unit(NotCopied):
         self.is_recomputed = False  # one of them had none of its own: reentrant checkpointing
         self.is_in_parts = False  # parts of it are recomputed so: each brings gradients, all parameters stay to the end
         self._group = group
-        self._works: list[Work] = []
+        self._works: list[Work | Exchange] = []
         self._check: Callable[[], None] | None = None
 
     def __repr__(self) -> str:

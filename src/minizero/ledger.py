@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minizero.collectives import ALL_GATHER_TAG
+
 
 def ring_bytes(kind: str, nbytes: float, world: int) -> float:
     """Bytes one rank sends for a collective whose full tensor has `nbytes` bytes, with the ring or pairwise algorithm.
@@ -66,7 +68,8 @@ class Ledger(TorchDispatchMode):
         ledger.sent["all_gather"], ledger.total        # bytes
 
     It listens to torch's dispatcher, so DDP, FSDP2 and DeepSpeed are counted like minizero, and nothing is left in the
-    code when it is off. gloo's reduce_scatter is booked as what it is on the wire, twice the bytes of a true one.
+    code when it is off. gloo's reduce_scatter is booked as what it is on the wire, twice the bytes of a true one;
+    minizero's all-gather on gloo as an all-gather, though it is N - 1 messages, and as many `calls`.
     A collective the ledger does not know raises NotImplementedError instead of being missed.
     """
 
@@ -94,12 +97,14 @@ class Ledger(TorchDispatchMode):
             raise NotImplementedError(f"the ledger does not know what the collective {name!r} sends")
         kind, index = _OPERATORS[name]
         nbytes = _in_bytes(args[index])
-        self.calls[kind] += 1
-        if kind != "send":
+        if kind == "send":
+            kind = "all_gather" if args[3] == ALL_GATHER_TAG else kind
+        else:
             boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
             world = ProcessGroup.unbox(boxed).size()
             doubled = kind == "reduce_scatter" and _on_cpu(args[index])
             nbytes = round(ring_bytes(kind, nbytes, world)) * (2 if doubled else 1)
+        self.calls[kind] += 1
         self.sent[kind] += nbytes
 
 

@@ -140,6 +140,22 @@ def check_elementwise(cls: type[Optimizer], allowed: bool) -> None:
         )
 
 
+def check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse a state whose tensors do not have the slices' shapes, before torch, which compares none, loads it.
+
+    A step would read past their end, or only their beginning. To be registered as a hook before `load_state_dict`.
+    """
+    pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    for piece, number in zip(pieces, numbers, strict=False):  # torch compares the lengths
+        for name, value in state_dict["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape != piece.shape:
+                raise ValueError(
+                    f"{name!r} of parameter {number} has {value.numel()} elements, this rank's slice {piece.numel()}: "
+                    "the state was saved with other units or another number of ranks, and fits only those"
+                )
+
+
 def slice_groups(
     flats: Sequence[FlatParameters], groups: Iterable[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:

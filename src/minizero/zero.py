@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from minizero.construct import Plan, agree, broadcast, check_model, materialise, plan_units
 from minizero.gather import Gatherer, State, Unit, in_backward
-from minizero.optimizer import check_elementwise, clip_grad_norm, slice_groups
+from minizero.optimizer import check_elementwise, check_state, clip_grad_norm, slice_groups
 from minizero.placeholder import NotCopied
 from minizero.reduce import Reducer
 from minizero.sharding import FlatParameters
@@ -150,6 +150,7 @@ class Zero(NotCopied):
         """
         check_elementwise(cls, elementwise)
         optimizer = cls(slice_groups([flat for unit in self.units for flat in unit.flats], groups), **options)
+        optimizer.register_load_state_dict_pre_hook(check_state)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
