@@ -99,3 +99,21 @@ def _no_closure() -> None:
 
 def test_sharded_step_takes_no_closure_and_not_inside_gathered() -> None:
     run_ranks(1, _no_closure)
+
+
+def _state_of_another_world() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    zeros = [minizero.Zero(nn.Linear(3, 2), group=group) for group in (None, None, alone)]
+    first, second, other = (zero.optimizer(minizero.AdamW) for zero in zeros)
+    zeros[0].model(torch.ones(1, 3)).sum().backward()
+    first.step()
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 0 has \d elements.* another number of ranks"):
+        other.load_state_dict(first.state_dict())
+    assert not other.state  # refused before anything was changed
+    second.load_state_dict(first.state_dict())
+    for ours, theirs in zip(first.state.values(), second.state.values(), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_state_of_another_number_of_ranks_is_refused() -> None:
+    run_ranks(2, _state_of_another_world)
