@@ -7,7 +7,7 @@ TWINS = $(wildcard text/*.md)
 EXECUTED := _executed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test test-code test-notebooks site lab sync twins push format lint parity bench strip clean distclean
+.PHONY: help setup book test test-code test-notebooks site lab sync twins push format lint exercises parity bench strip clean distclean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 24
@@ -62,6 +62,9 @@ lint: $(READY)    ## ruff, mypy --strict on src, notebook cells equal to the pac
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/sync.py --check
+
+exercises: $(READY) ## grade your own solutions: the verdict of every exercise in book/
+	$(BIN)/python scripts/grade.py
 
 parity: $(READY)  ## compare with one process, DDP, FSDP2 and DeepSpeed on 2 and 4 ranks
 	$(BIN)/python scripts/parity.py

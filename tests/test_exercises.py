@@ -1,37 +1,24 @@
-"""Exercises of the book: the untouched stub does not pass its check, and the solution does.
+"""Exercises of the book: the untouched stub does not pass its check, and the solution does. Cells can be run twice.
 
 A notebook marks the three cells of an exercise by tags: `exercise:NAME` (the stub), `check:NAME` and `solution:NAME`.
-The check prints a verdict that begins with ✓ or ✗ and says in words what is wrong.
+The check prints a verdict that begins with ✓ or ✗ and says in words what is wrong. Cells tagged `long` are left out:
+nbmake executes them, and the exercises do not need them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
+import grade
 import nbformat
 import pytest
+from grade import ROLES, role_of, verdicts
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
 NOTEBOOKS = sorted(BOOK.glob("*.ipynb"))
-ROLES = ("exercise", "check", "solution")
-
-
-def marked(notebook: nbformat.NotebookNode) -> Iterator[tuple[int, str, str]]:
-    """Place, role and name of each cell that belongs to an exercise, in the order of the notebook."""
-    for place, cell in enumerate(notebook.cells):
-        for tag in cell.metadata.get("tags", []):
-            role, colon, name = tag.partition(":")
-            if colon and role in ROLES:
-                yield place, role, name
-
-
-def verdicts(cell: nbformat.NotebookNode) -> list[str]:
-    """The lines of the cell's output that are verdicts, without the number of the rank that speaks."""
-    texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
-    return re.findall(r"^(?:\[ *\d+\] )?([✓✗].*)$", "\n".join(texts), re.MULTILINE)
 
 
 def checked(client: NotebookClient, notebook: nbformat.NotebookNode, place: int) -> str:
@@ -41,19 +28,21 @@ def checked(client: NotebookClient, notebook: nbformat.NotebookNode, place: int)
 
 
 def complaints(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
-    """Execute the notebook, checking each exercise with its stub and then with its solution; say what is not right."""
+    """Execute each cell twice, checking each exercise with its stub, then with its solution; say what is not right."""
     found: list[str] = []
-    roles = {place: (role, name) for place, role, name in marked(notebook)}
-    checks = {name: place for place, role, name in marked(notebook) if role == "check"}
+    checks = {role_of(cell)[1]: place for place, cell in enumerate(notebook.cells) if role_of(cell)[0] == "check"}
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
     with client.setup_kernel():
         for place, cell in enumerate(notebook.cells):
-            role, name = roles.get(place, ("", ""))
+            role, name = role_of(cell)
+            if cell.cell_type != "code" or "long" in cell.metadata.get("tags", []):
+                continue
             if role == "check":
                 verdict = checked(client, notebook, place)
                 if not re.match(r"✗ .{20}", verdict):
                     found.append(f"{name}: the stub is told {verdict!r}")
-            elif cell.cell_type == "code":
+                continue
+            for _ in range(2):  # a reader runs cells again
                 client.execute_cell(cell, place)
             if role == "solution" and not (verdict := checked(client, notebook, checks[name])).startswith("✓"):
                 found.append(f"{name}: the solution is told {verdict!r}")
@@ -62,44 +51,88 @@ def complaints(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_every_exercise_has_a_stub_a_check_and_a_solution_in_this_order(file: Path) -> None:
-    cells = list(marked(nbformat.read(file, as_version=4)))
-    names = list(dict.fromkeys(name for _, _, name in cells))
-    assert [(role, name) for _, role, name in cells] == [(role, name) for name in names for role in ROLES]
+    cells = [role_of(cell) for cell in nbformat.read(file, as_version=4).cells if role_of(cell)[0]]
+    names = list(dict.fromkeys(name for _, name in cells))
+    assert cells == [(role, name) for name in names for role in ROLES]
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_stubs_do_not_pass_and_solutions_do(file: Path) -> None:
+def test_stubs_do_not_pass_solutions_do_and_cells_can_be_run_twice(file: Path) -> None:
     notebook = nbformat.read(file, as_version=4)
-    if not list(marked(notebook)):
-        pytest.skip("no exercises")
     assert complaints(notebook, file.parent) == []
+
+
+def notebook_of(*cells: tuple[str, str]) -> nbformat.NotebookNode:
+    """A notebook of code cells, each given by its tag and its source."""
+    return nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source, metadata={"tags": [tag]}) for tag, source in cells]
+    )
 
 
 @pytest.mark.filterwarnings("default")
 def test_an_exercise_that_does_not_work_is_found(tmp_path: Path) -> None:
     """A stub that passes, a solution that does not, and a check that has nothing to say."""
 
-    def cell(tag: str, source: str) -> nbformat.NotebookNode:
-        return nbformat.v4.new_code_cell(source, metadata={"tags": [tag]})
-
     check = "print('✓ good' if answer() == 42 else '✗ ' + {words!r})"
     words = "the answer is not what this checker expects"
-    notebook = nbformat.v4.new_notebook(
-        cells=[
-            cell("exercise:easy", "def answer(): return 42"),
-            cell("check:easy", check.format(words=words)),
-            cell("solution:easy", "def answer(): return 42"),
-            cell("exercise:wrong", "def answer(): return 0"),
-            cell("check:wrong", check.format(words=words)),
-            cell("solution:wrong", "def answer(): return 41"),
-            cell("exercise:mute", "def answer(): return 0"),
-            cell("check:mute", check.format(words="no")),
-            cell("solution:mute", "def answer(): return 42"),
-        ]
+    notebook = notebook_of(
+        ("exercise:easy", "def answer(): return 42"),
+        ("check:easy", check.format(words=words)),
+        ("solution:easy", "def answer(): return 42"),
+        ("exercise:wrong", "def answer(): return 0"),
+        ("check:wrong", check.format(words=words)),
+        ("solution:wrong", "def answer(): return 41"),
+        ("exercise:mute", "def answer(): return 0"),
+        ("check:mute", check.format(words="no")),
+        ("solution:mute", "def answer(): return 42"),
     )
     assert complaints(notebook, tmp_path) == [
         "easy: the stub is told '✓ good'",
         f"wrong: the solution is told '✗ {words}'",
         "mute: the stub is told '✗ no'",
     ]
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_cell_that_cannot_be_run_twice_is_found(tmp_path: Path) -> None:
+    notebook = notebook_of(("setup", "x = 1"), ("moves", "assert x == 1\nx += 1"))
+    with pytest.raises(CellExecutionError, match="assert x == 1"):
+        complaints(notebook, tmp_path)
+
+
+# ---- scripts/grade.py
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_reader_s_copy_is_graded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One solved, one not, one whose cell raises, one whose check raises; solutions and long cells are left out."""
+    check = "print('✓ good' if answer() == 42 else '✗ the answer is another one')"
+    notebook = notebook_of(
+        ("other", "def answer(): return 42"),
+        ("long", "raise RuntimeError('left out')"),
+        ("exercise:done", "def answer(): return 42"),
+        ("check:done", check),
+        ("exercise:open", "def answer(): return 0"),
+        ("check:open", check),
+        ("solution:open", "def answer(): return 42"),
+        ("exercise:raises", "def answer(: return"),
+        ("check:raises", "answer = lambda: 1 / 0\n" + check),
+    )
+    nbformat.write(notebook, tmp_path / "mine.ipynb")
+    before = (tmp_path / "mine.ipynb").read_bytes()
+    assert grade.main([str(tmp_path / "mine.ipynb")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "mine",
+        "  done: ✓ good",
+        "  open: ✗ the answer is another one",
+        "  raises: ✗ ZeroDivisionError: division by zero",
+        "1 solved, 2 open",
+    ]
+    assert (tmp_path / "mine.ipynb").read_bytes() == before
+
+
+def test_a_notebook_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        grade.main([str(tmp_path / "none.ipynb")])
+    assert f"no such notebook: {tmp_path / 'none.ipynb'}" in capsys.readouterr().err
