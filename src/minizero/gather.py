@@ -208,9 +208,8 @@ class Gatherer(NotCopied):
         unit.awaits_gradients = unit.is_trained
         if call is not None:
             unit.calls_in_backward.add(call)
-        i = self._index[
-            id(unit)
-        ]  # backward goes from the root, whose index is 0, to the last unit, and down from there
+        # Backward goes from the root, whose index is 0, to the last unit, and down from there.
+        i = self._index[id(unit)]
         self._gather(unit, self.units[1 : i or None][::-1])
 
     def _after_backward(self, unit: Unit, call: object, gradients: Any) -> None:
