@@ -91,6 +91,16 @@ def test_readme_and_intro_name_every_chapter_and_the_readme_every_module() -> No
     assert [module for module in MODULES if f"`{module}.py`" not in readme] == []
 
 
+def test_every_question_is_answered_somewhere_and_listed() -> None:
+    sources = [file.read_text() for file in sorted((ROOT / "book").glob("*.md"))]
+    sources += [
+        "\n".join("".join(cell["source"]) for cell in json.loads(file.read_text())["cells"]) for file in NOTEBOOKS
+    ]
+    answered = sorted(int(number) for text in sources for number in re.findall(r"^\(q(\d+)\)=$", text, re.MULTILINE))
+    listed = re.findall(r"\{ref\}`q(\d+)`", (ROOT / "book" / "questions.md").read_text())
+    assert answered == sorted(map(int, listed)) == list(range(1, 24))
+
+
 # ---- notebooks
 
 

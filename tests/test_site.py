@@ -6,6 +6,8 @@ Each page is loaded twice: from a local server, as it would be published, on a d
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import shutil
 import threading
@@ -15,12 +17,15 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import nbformat
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Route, sync_playwright
 
 pytestmark = pytest.mark.site
 
-SITE = Path(__file__).resolve().parent.parent / "_build" / "html"
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "_build" / "html"
 DESKTOP: Any = {"width": 1360, "height": 900}
 PHONE: Any = {"width": 390, "height": 844}
 # Everything a page names: links, images, scripts, styles, as absolute addresses.
@@ -33,6 +38,10 @@ TOO_WIDE = """[...document.querySelectorAll('.bd-article *')].filter(node => {
     return node.getBoundingClientRect().right > innerWidth + 1;
 }).slice(0, 5).map(node => `${node.tagName}: ${node.textContent.trim().slice(0, 60)}`)"""
 WIDGETS = "script[type='application/vnd.jupyter.widget-view+json']"
+PAGE_LIMIT = 1_500_000  # bytes of a page, compressed, without what all pages share
+# An explorer's drawing that can be seen, by its text alternative.
+SHOWN = """box => [...box.querySelectorAll('.frame svg')].filter(svg => svg.getBoundingClientRect().width > 0)
+    .map(svg => svg.textContent)"""
 
 
 class Visit(NamedTuple):
@@ -79,8 +88,8 @@ def load(page: Page, address: str) -> None:
     """Open `address` and wait until formulas and widgets are drawn."""
     page.goto(address, wait_until="load")
     page.evaluate("window.MathJax?.startup?.promise")
-    if page.locator(WIDGETS).count():
-        page.locator(".cell_output .jupyter-widgets").first.wait_for()
+    for view in page.locator(WIDGETS).all():
+        view.locator("xpath=following::*[contains(@class, 'jupyter-widgets')][1]").wait_for()
 
 
 def visit(browser: Browser, site: str, address: str) -> Visit:
@@ -113,7 +122,7 @@ def visits(browser: Browser, site: str, pages: list[str]) -> dict[str, Visit]:
 
 
 def test_every_page_of_the_toc_is_there(pages: list[str]) -> None:
-    toc = (SITE.parent.parent / "_toc.yml").read_text()
+    toc = (ROOT / "_toc.yml").read_text()
     assert pages == sorted(f"book/{name}.html" for name in re.findall(r"\bbook/(\w+)", toc))
 
 
@@ -147,3 +156,100 @@ def test_no_page_scrolls_sideways_on_a_phone(browser: Browser, pages: list[str])
             too_wide[address] = page.evaluate(TOO_WIDE)
     page.close()
     assert too_wide == {}
+
+
+# ---- what a reader does on a page
+
+
+def explorers(page: Page) -> list[Any]:
+    """The boxes of a page that hold sliders and a drawing."""
+    return page.locator(".cell_output .widget-vbox:has(.noUi-handle)").all()
+
+
+def test_every_slider_changes_its_drawing_by_keyboard_and_by_mouse(browser: Browser, pages: list[str]) -> None:
+    """From the file, without a server and without a kernel."""
+    page = browser.new_page(viewport=PHONE)
+    moved = []
+    for address in pages:
+        load(page, (SITE / address).as_uri())
+        for box in explorers(page):
+            for handle in box.locator(".noUi-handle").all():
+                assert handle.get_attribute("aria-label"), f"{address}: a slider has no name"
+                handle.scroll_into_view_if_needed()
+                first = box.evaluate(SHOWN)
+                assert len(first) == 1, f"{address}: {len(first)} drawings at a time"
+                handle.press("ArrowRight")
+                by_key = box.evaluate(SHOWN)
+                place = handle.bounding_box()
+                assert place is not None
+                page.mouse.move(place["x"] + 5, place["y"] + 5)
+                page.mouse.down()
+                page.mouse.move(PHONE["width"], place["y"] + 5, steps=4)
+                page.mouse.up()
+                by_mouse = box.evaluate(SHOWN)
+                handle.press("Home")
+                assert box.evaluate(SHOWN) == first
+                # the second value is all that a slider with two of them has
+                assert first != by_key != [], f"{address}: ArrowRight changes nothing"
+                assert first != by_mouse != [], f"{address}: the mouse changes nothing"
+                moved.append((address, handle.get_attribute("aria-label")))
+    page.close()
+    assert len({address for address, _ in moved}) >= 3, f"explorers were found here only: {moved}"
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("light", DESKTOP), ("dark", PHONE)])
+def test_axe_finds_nothing_serious(browser: Browser, pages: list[str], scheme: Any, size: Any) -> None:
+    page = browser.new_page(viewport=size, color_scheme=scheme)
+    found = []
+    for address in pages:
+        load(page, (SITE / address).as_uri())
+        for violation in Axe().run(page).response["violations"]:
+            if violation["impact"] in ("serious", "critical"):
+                where = [node["target"][0] for node in violation["nodes"][:3]]
+                found.append(f"{address}: {violation['id']}, {len(violation['nodes'])} times: {where}")
+    page.close()
+    assert found == []
+
+
+def test_every_picture_says_in_words_what_it_shows(browser: Browser, pages: list[str]) -> None:
+    page = browser.new_page(viewport=DESKTOP)
+    silent = []
+    for address in pages:
+        load(page, (SITE / address).as_uri())
+        for picture in page.locator(".bd-article img, .bd-article svg[role=img]").all():
+            words = picture.get_attribute("alt") or picture.text_content() or ""
+            if len(words.split()) < 4 or words.endswith((".svg", ".png")):
+                silent.append(f"{address}: {words!r}")
+    page.close()
+    assert silent == []
+
+
+def test_search_finds_a_term(browser: Browser, site: str) -> None:
+    page = browser.new_page(viewport=DESKTOP)
+    page.goto(f"{site}/search.html?q=reshard")
+    page.locator("#search-results li a").first.wait_for()
+    assert any("12_gather" in (link.get_attribute("href") or "") for link in page.locator("#search-results a").all())
+    page.close()
+
+
+def test_a_page_weighs_little(pages: list[str]) -> None:
+    heavy = {}
+    for address in pages:
+        text = (SITE / address).read_bytes()
+        pictures = re.findall(rb'src="(?:\.\./)+(_images/[^"]+)"', text)
+        files = [text, *((SITE / picture.decode()).read_bytes() for picture in pictures)]
+        weight = sum(len(gzip.compress(file)) for file in files)
+        print(f"{weight / 1e3:8.1f} kB  {address}")
+        if weight > PAGE_LIMIT:
+            heavy[address] = weight
+    assert heavy == {}
+
+
+def test_the_download_of_a_chapter_is_its_notebook(pages: list[str]) -> None:
+    for notebook in sorted((ROOT / "book").glob("*.ipynb")):
+        page = (SITE / "book" / f"{notebook.stem}.html").read_text()
+        link = f"_sources/book/{notebook.name}"
+        assert f'href="../{link}"' in page
+        given, ours = (nbformat.reads(file.read_text(), as_version=4) for file in (SITE / link, notebook))
+        assert [cell.source for cell in given.cells] == [cell.source for cell in ours.cells]
+        assert json.dumps(given.metadata.kernelspec) == json.dumps(ours.metadata.kernelspec)
