@@ -58,7 +58,7 @@ def test_every_exercise_has_a_stub_a_check_and_a_solution_in_this_order(file: Pa
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_stubs_do_not_pass_solutions_do_and_cells_can_be_run_twice(file: Path) -> None:
+def test_F58_stubs_do_not_pass_solutions_do_and_cells_can_be_run_twice(file: Path) -> None:
     notebook = nbformat.read(file, as_version=4)
     assert complaints(notebook, file.parent) == []
 

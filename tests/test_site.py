@@ -10,6 +10,8 @@ import gzip
 import json
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -158,6 +160,22 @@ def test_no_page_scrolls_sideways_on_a_phone(browser: Browser, pages: list[str])
     assert too_wide == {}
 
 
+def test_F56_a_cell_that_fails_fails_the_build(tmp_path: Path) -> None:
+    """With the settings of `make book`, on a book of two pages."""
+    shutil.copy(ROOT / "_config.yml", tmp_path)
+    for folder in ("_ext", "_static"):
+        shutil.copytree(ROOT / "book" / folder, tmp_path / "book" / folder)
+    (tmp_path / "_toc.yml").write_text("format: jb-book\nroot: book/intro\nchapters:\n  - file: book/broken\n")
+    (tmp_path / "book" / "intro.md").write_text("# A book\n")
+    (tmp_path / "book" / "references.bib").write_text("")
+    cells = [nbformat.v4.new_markdown_cell("# A page"), nbformat.v4.new_code_cell("1 / 0")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "book" / "broken.ipynb")
+    command = [Path(sys.executable).with_name("jupyter-book"), "build", tmp_path, "-W", "--keep-going", "-n"]
+    built = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert built.returncode != 0
+    assert "ZeroDivisionError" in built.stdout + built.stderr
+
+
 # ---- what a reader does on a page
 
 
@@ -166,7 +184,7 @@ def explorers(page: Page) -> list[Any]:
     return page.locator(".cell_output .widget-vbox:has(.noUi-handle)").all()
 
 
-def test_every_slider_changes_its_drawing_by_keyboard_and_by_mouse(browser: Browser, pages: list[str]) -> None:
+def test_F57_every_slider_changes_its_drawing_by_keyboard_and_by_mouse(browser: Browser, pages: list[str]) -> None:
     """From the file, without a server and without a kernel."""
     page = browser.new_page(viewport=PHONE)
     moved = []

@@ -142,9 +142,8 @@ def launch_all_gather(full: Tensor, shard: Tensor, group: ProcessGroup | None = 
     """Start filling `full` (N * n elements) with the `shard`s (n elements) of all ranks; `wait()` before reading it.
 
     On CUDA the collective runs on NCCL's own stream, after what the current stream has queued, and `wait()` makes the
-    current stream wait for it. On the CPU the ranks exchange their shards: gloo's all-gather sends the same bytes, but
-    into a buffer of its own, and then copies them. `shard` must not change until the end; it may be this rank's part
-    of `full`.
+    current stream wait for it. On the CPU the ranks exchange their shards: gloo's own all-gather fills a buffer and
+    then copies it. `shard` must not change before the end; it may be this rank's part of `full`.
     """
     _check_full_and_shard(full, shard, group)
     with torch.no_grad():
@@ -186,8 +185,9 @@ class ReduceScatter:
         if not self._exchanges:
             return self._received
         dtype = torch.promote_types(self._received.dtype, torch.float32)
-        with torch.no_grad():
-            return self._received.view(self._world, -1).sum(0, dtype=dtype)
+        first, *others = self._received.detach().view(self._world, -1)
+        total: Tensor = sum((other.to(dtype) for other in others), first.to(dtype, copy=True))
+        return total
 
 
 @contextmanager
