@@ -91,7 +91,7 @@ def load(page: Page, address: str) -> None:
     page.goto(address, wait_until="load")
     page.evaluate("window.MathJax?.startup?.promise")
     for view in page.locator(WIDGETS).all():
-        view.locator("xpath=following::*[contains(@class, 'jupyter-widgets')][1]").wait_for()
+        view.locator("xpath=preceding-sibling::*[contains(@class, 'jupyter-widgets')]").first.wait_for()
 
 
 def visit(browser: Browser, site: str, address: str) -> Visit:
