@@ -38,16 +38,17 @@ def test_a_drawing_without_words_is_refused() -> None:
 
 def test_an_explorer_shows_the_drawing_of_the_values_chosen() -> None:
     box = explorer(
-        lambda stage, ranks: f"stage {stage} on {ranks}", stage=("ZeRO stage", range(4)), ranks=("ranks", [1, 8])
+        lambda stage, ranks: f"stage {stage} on {ranks}", stage=("ZeRO stage", range(4)), ranks=("ranks", [1, 8], 8)
     )
     stage, ranks, outer = box.children
     assert [slider.description for slider in (stage, ranks)] == ["ZeRO stage", "ranks"]
     assert [label for label, _ in ranks.options] == ["1", "8"]
+    assert (stage.value, ranks.value) == (0, 8)
     for i in range(4):
         inner = outer.children[i]
         assert [html.value for html in inner.children] == [f'<div class="frame">stage {i} on {n}</div>' for n in (1, 8)]
         # what the page follows without a kernel: each slider leads to the stacks of its level
-        assert (outer.selected_index, inner.selected_index) == (0, 0)
+        assert (outer.selected_index, inner.selected_index) == (0, 1)
 
 
 def test_an_explorer_with_nothing_to_choose_is_refused() -> None:

@@ -63,37 +63,40 @@ def svg(width: float, height: float, alt: str, *shapes: str, font: float = 13) -
     )
 
 
-def explorer(draw: Callable[..., str], **choices: tuple[str, Sequence[Any]]) -> widgets.VBox:
+def explorer(draw: Callable[..., str], **choices: tuple[str, Sequence[Any]] | tuple[str, Sequence[Any], Any]) -> Any:
     """Controls above a drawing, which follows them with a kernel or without.
 
-        explorer(lambda stage, ranks: svg(...), stage=("ZeRO stage", range(4)), ranks=("ranks", [1, 2, 4, 8]))
+        explorer(lambda stage, ranks: svg(...), stage=("ZeRO stage", range(4)), ranks=("ranks", [1, 2, 4, 8], 4))
 
     Args:
         draw: called once for every combination of values; returns HTML or SVG. Some hundred drawings make a page heavy.
-        choices: for each argument of `draw`, the label of its slider and the values it may take, at least two.
+        choices: for each argument of `draw`, the label of its slider, the values it may take, at least two, and the
+            one to begin with (default: the first).
 
     Returns the widget; a notebook shows it when it is a cell's last line.
     """
-    for name, (label, values) in choices.items():
+    for name, (label, values, *_) in choices.items():
         if not label or len(values) < 2:
             raise ValueError(f"{name} needs a label and at least two values, got {label!r} and {list(values)!r}")
     sliders = [
         widgets.SelectionSlider(
             options=[(str(value), value) for value in values],
+            value=start[0] if start else values[0],
             description=label,
-            continuous_update=True,
             style={"description_width": "auto"},
             layout={"width": "100%", "max_width": "480px"},
         )
-        for label, values in choices.values()
+        for label, values, *start in choices.values()
     ]
 
     def level(fixed: dict[str, Any]) -> widgets.Widget:
         if len(fixed) == len(choices):
-            return widgets.HTML(f'<div class="frame">{draw(**fixed)}</div>')
-        name = list(choices)[len(fixed)]
-        stack = widgets.Stack([level({**fixed, name: value}) for value in choices[name][1]], selected_index=0)
-        widgets.jslink((sliders[len(fixed)], "index"), (stack, "selected_index"))
+            return widgets.HTML(f'<div class="frame">{draw(**fixed)}</div>', layout={"width": "auto"})
+        name, slider = list(choices)[len(fixed)], sliders[len(fixed)]
+        stack = widgets.Stack(
+            [level({**fixed, name: value}) for value in choices[name][1]], selected_index=slider.index
+        )
+        widgets.jslink((slider, "index"), (stack, "selected_index"))
         return stack
 
     return widgets.VBox([*sliders, level({})])
