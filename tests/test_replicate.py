@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -521,6 +523,33 @@ def copies() -> None:
 
 def test_a_deep_copy_is_a_plain_model_and_pickle_is_refused() -> None:
     run_ranks(1, copies)
+
+
+def forget_the_model() -> None:
+    model = small_gpt()
+    replicated = Replicated(model)
+    model(*batches()[0]).backward()
+    remains = [weakref.ref(thing) for thing in (replicated, *model.parameters(), *(p.grad for p in model.parameters()))]
+    del model, replicated
+    gc.collect()
+    assert [thing() for thing in remains if thing() is not None] == []
+
+
+def test_a_model_that_nobody_holds_leaves_memory_with_its_gradients() -> None:
+    run_ranks(1, forget_the_model)
+
+
+def the_model_alone_is_held() -> None:
+    model = small_gpt()
+    Replicated(model)  # nobody keeps it, and gradients are averaged all the same
+    gc.collect()
+    with minizero.Ledger() as ledger:
+        model(*batches()[0]).backward()
+    assert ledger.total > 0
+
+
+def test_the_model_keeps_its_replication_alive() -> None:
+    run_ranks(2, the_model_alone_is_held)
 
 
 def leave_one_alone() -> None:

@@ -136,10 +136,11 @@ class Replicated:
         take_from_rank_0(model, group)
         self._known = self._identities()
         self._reset()
-        for bucket in self.buckets:
+        for b, bucket in enumerate(self.buckets):
             for name, parameter in bucket.members:
                 parameter.is_replicated_by_minizero = True  # type: ignore[attr-defined]
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, name))
+                # Weakly: these hooks live in C++, where Python's garbage collector sees no cycle to break.
+                parameter.register_post_accumulate_grad_hook(partial(_hear, weakref.ref(self), b, name))
         model.register_forward_pre_hook(self._before_forward)
 
     def _reset(self) -> None:
@@ -196,6 +197,11 @@ class Replicated:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("a replicated model cannot be pickled: save model.state_dict() instead")
+
+
+def _hear(replicated: weakref.ref[Replicated], b: int, name: str, parameter: Tensor) -> None:
+    if (alive := replicated()) is not None:
+        alive._on_gradient(alive.buckets[b], name, parameter)
 
 
 def check_model(model: nn.Module) -> None:
