@@ -89,13 +89,14 @@ def explorer(draw: Callable[..., str], **choices: tuple[str, Sequence[Any]] | tu
         for label, values, *start in choices.values()
     ]
 
+    wide = {"width": "100%"}
+
     def level(fixed: dict[str, Any]) -> widgets.Widget:
         if len(fixed) == len(choices):
-            return widgets.HTML(f'<div class="frame">{draw(**fixed)}</div>', layout={"width": "auto"})
+            return widgets.HTML(f'<div class="frame">{draw(**fixed)}</div>', layout=wide)
         name, slider = list(choices)[len(fixed)], sliders[len(fixed)]
-        stack = widgets.Stack(
-            [level({**fixed, name: value}) for value in choices[name][1]], selected_index=slider.index
-        )
+        levels = [level({**fixed, name: value}) for value in choices[name][1]]
+        stack = widgets.Stack(levels, selected_index=slider.index, layout=wide)
         widgets.jslink((slider, "index"), (stack, "selected_index"))
         return stack
 
