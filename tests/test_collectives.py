@@ -63,6 +63,7 @@ def _all_gathers() -> None:
             second = launch_all_gather(places, inside)
             second.wait()
             first.wait()
+            first.wait()
             assert torch.equal(full, expected)
             assert torch.equal(places, expected)
     with pytest.raises(ValueError, match="full must be 1-D"):

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import minizero
 from minizero.gather import State, Unit, in_backward
+from minizero.ledger import Ledger
 from minizero.outputs import tensors_in
 from minizero.placeholder import ShardedParameter
 from minizero.sharding import FlatParameters, holders_of
@@ -132,6 +134,38 @@ def test_prefetch_changes_no_bit() -> None:
     assert len(states[0]) > 10
     for state in states[1:]:
         assert all(torch.equal(state[name], value) for name, value in states[0].items())
+
+
+class _WithCache(nn.Module):
+    """Returns what each block made beside the result, as a language model returns keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        cache = []
+        for block in self.blocks:
+            x = block(x).tanh()
+            cache.append(x)
+        return {"out": self.head(x), "cache": cache}
+
+
+def _bytes_with_cache() -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = _WithCache()
+    zero = minizero.Zero(model, model.blocks)
+    with Ledger() as ledger:
+        model(torch.ones(2, 4))["out"].sum().backward()
+    shards = sum(4 * flat.layout.shard_numel for unit in zero.units for flat in unit.flats)
+    roll_calls = 2 * len(zero.units) * 8
+    return ledger.sent["all_gather"], (2 * shards + roll_calls) * (dist.get_world_size() - 1)
+
+
+def test_each_unit_is_gathered_twice_whatever_else_the_root_returns() -> None:
+    for sent, expected in run_ranks(2, _bytes_with_cache):
+        assert sent == expected
 
 
 def test_in_backward() -> None:

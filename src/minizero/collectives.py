@@ -133,9 +133,9 @@ class Exchange:
             places[rank].copy_(shard)
 
     def wait(self) -> None:
-        """Block until the shards of all ranks are here and this rank's have left."""
-        for work in filter(None, self._works):
-            work.wait()
+        """Block until the shards of all ranks are here and this rank's have left; again, return at once."""
+        while self._works:
+            self._works.pop().wait()  # type: ignore[union-attr]  # None is for ranks outside the group
 
 
 def launch_all_gather(full: Tensor, shard: Tensor, group: ProcessGroup | None = None) -> Work | Exchange:

@@ -45,6 +45,7 @@ class Unit(NotCopied):
         self.is_trained = any(flat.requires_grad for flat in flats)
         self.has_frozen = not all(flat.requires_grad for flat in flats)
         self.awaits_gradients = False  # backward has reached this unit and not yet left it with all its gradients
+        self.has_all_gradients = False  # it has left with them, at least once
         self.calls_in_backward: set[object] = set()  # calls whose inputs' gradients are still to come
         self.calls = 0  # in forwards that have a graph, since the last backward
         self.versions_before: dict[str, int] = {}  # at the beginning of its forward
@@ -140,7 +141,7 @@ class Gatherer(NotCopied):
     def forget_backward(self) -> None:
         """A backward is over, or will not go on."""
         for unit in self.units:
-            unit.awaits_gradients = unit.is_recomputed = unit.is_in_parts = False
+            unit.awaits_gradients = unit.has_all_gradients = unit.is_recomputed = unit.is_in_parts = False
             unit.calls = 0
             unit.calls_in_backward.clear()
 
@@ -194,8 +195,10 @@ class Gatherer(NotCopied):
         tensors = tensors_in(output)
         if self.frees and unit.is_trained and not tensors and not is_plain(output):
             raise TypeError(f"unit {unit.name!r}: no tensor found in its output, a {type(output).__name__}: {HINT}")
-        for tensor in tensors:
-            if tensor.requires_grad:
+        # A caller who changes a view in place takes its hooks out of the graph; those of the tensor it looks at stay.
+        bases = [t._base for t in tensors if t._base is not None]
+        for tensor in {id(t): t for t in (*tensors, *bases)}.values():
+            if tensor.grad_fn is not None:  # a hook on a leaf would stay there for ever, and be called too late
                 tensor.register_hook(partial(self._before_backward, unit, call))
 
     def _before_backward(self, unit: Unit, call: object | None, gradient: Tensor) -> None:
@@ -205,12 +208,15 @@ class Gatherer(NotCopied):
                 "run forward and backward inside `with zero.gathered():`"
             )
         self.begin_backward()
+        if unit.has_all_gradients and unit.calls == 1 and not unit.is_recomputed and unit.state == State.SHARDED:
+            return  # its output contains what another unit made, and backward has come to that one
+        has_begun = unit.awaits_gradients or bool(unit.calls_in_backward)  # by another tensor of its output
         unit.awaits_gradients = unit.is_trained
         if call is not None:
             unit.calls_in_backward.add(call)
-        # Backward goes from the root, whose index is 0, to the last unit, and down from there.
         i = self._index[id(unit)]
-        self._gather(unit, self.units[1 : i or None][::-1])
+        # Backward goes from the root, whose index is 0, to the last unit, and down from there.
+        self._gather(unit, () if has_begun else self.units[1 : i or None][::-1])
 
     def _after_backward(self, unit: Unit, call: object, gradients: Any) -> None:
         unit.calls_in_backward.discard(call)

@@ -45,6 +45,9 @@ class ShardedParameter(nn.Parameter):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedParameter({self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         refuse(self.parameter_name, "be copied")
 
@@ -72,7 +75,7 @@ class ShardedParameter(nn.Parameter):
             return None
         if _changes_nothing(self, kind, name, args, kwargs or {}):
             return self
-        refuse(self.parameter_name, "be gathered by " + repr(name))
+        refuse(self.parameter_name, "be used by " + repr(name))
 
 
 def _changes_nothing(p: ShardedParameter, kind: str, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from minizero.collectives import ReduceScatter, on_all_ranks
-from minizero.gather import Unit
+from minizero.gather import State, Unit
 from minizero.placeholder import NotCopied
 from minizero.sharding import FlatParameters
 
@@ -159,6 +159,11 @@ class Reducer(NotCopied):
     def on_gradient(self, u: int, b: int, index: int) -> None:
         """Autograd has accumulated the gradient of a parameter: `index` in bucket `b` of unit `u` of the order."""
         is_nested, unit = self._begin_backward(), self._order[u]
+        if unit.state == State.IN_FLIGHT:
+            raise RuntimeError(
+                f"unit {unit.name!r}: backward computed with parameters that had not arrived. Was what its forward "
+                "returned changed in place? Return a tensor of its own"
+            )
         if not self._in_backward:
             return
         buckets = self._buckets[unit]
@@ -168,7 +173,7 @@ class Reducer(NotCopied):
             return
         for bucket in buckets:
             bucket.expect_all()
-        unit.awaits_gradients = False
+        unit.awaits_gradients, unit.has_all_gradients = False, True
         self._release(unit)
         if unit.calls < 2 or not unit.is_recomputed:  # else more follow: one reduction, at the end of backward
             self._complete.add(unit)
