@@ -194,6 +194,7 @@ def test_F57_every_slider_changes_its_drawing_by_keyboard_and_by_mouse(browser: 
             for handle in box.locator(".noUi-handle").all():
                 assert handle.get_attribute("aria-label"), f"{address}: a slider has no name"
                 handle.scroll_into_view_if_needed()
+                handle.press("Home")
                 first = box.evaluate(SHOWN)
                 assert len(first) == 1, f"{address}: {len(first)} drawings at a time"
                 handle.press("ArrowRight")
@@ -205,9 +206,6 @@ def test_F57_every_slider_changes_its_drawing_by_keyboard_and_by_mouse(browser: 
                 page.mouse.move(PHONE["width"], place["y"] + 5, steps=4)
                 page.mouse.up()
                 by_mouse = box.evaluate(SHOWN)
-                handle.press("Home")
-                assert box.evaluate(SHOWN) == first
-                # the second value is all that a slider with two of them has
                 assert first != by_key != [], f"{address}: ArrowRight changes nothing"
                 assert first != by_mouse != [], f"{address}: the mouse changes nothing"
                 moved.append((address, handle.get_attribute("aria-label")))
