@@ -24,7 +24,7 @@ setup: $(READY)   ## only what every target does first: .venv, requirements.txt,
 book: $(READY)    ## execute the notebooks (through a cache) and build the site in _build/html
 	$(BIN)/python scripts/book.py build
 
-test: test-code test-notebooks  ## unit, rank and fault tests, then every notebook
+test: test-code test-notebooks site  ## unit, rank and fault tests, every notebook, the site in a browser
 
 test-code: $(READY)
 	$(BIN)/pytest -m "not site"
@@ -33,7 +33,7 @@ test-notebooks: $(READY)  # executed in a copy, which keeps the outputs for `mak
 	$(BIN)/python scripts/book.py copy $(EXECUTED)
 	$(BIN)/pytest -W default --nbmake --overwrite $(EXECUTED)/book
 
-site: $(READY)    ## build the site from the notebooks that `make test` executed, and look at it in a browser
+site: $(READY)    # built from the notebooks that test-notebooks executed
 	$(BIN)/python scripts/book.py build --executed $(EXECUTED)
 	$(BIN)/pytest -m site
 

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.site
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "_build" / "html"
+SYSTEM_BROWSERS = ["chromium", "chromium-browser", "google-chrome"]
 DESKTOP: Any = {"width": 1360, "height": 900}
 PHONE: Any = {"width": 390, "height": 844}
 # Everything a page names: links, images, scripts, styles, as absolute addresses.
@@ -63,7 +64,7 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
     """Address of a local server for the site."""
-    assert (SITE / "index.html").is_file(), f"there is no site in {SITE}: run `make book`, or `make test site`"
+    assert (SITE / "index.html").is_file(), f"there is no site in {SITE}: run `make book`, or `make test`"
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=SITE)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -78,9 +79,10 @@ def pages(site: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    program = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
-    assert program, "the site is looked at in Chromium: install the package `chromium`"
     with sync_playwright() as playwright:
+        candidates = [*map(shutil.which, SYSTEM_BROWSERS), playwright.chromium.executable_path]
+        program = next((path for path in candidates if path and Path(path).is_file()), None)
+        assert program, "no browser: install the package `chromium`, or run `.venv/bin/playwright install chromium`"
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
