@@ -7,6 +7,7 @@ TWINS = $(wildcard text/*.md)
 EXECUTED := _executed
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:  # two cores, and the site is built from what the tests executed
 .PHONY: help setup book test test-code test-notebooks site lab sync twins push format lint exercises parity bench strip clean distclean
 
 help:             ## this list
