@@ -82,11 +82,10 @@ def _die_with_parent() -> None:
 def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> tuple[list[int], list[str]]:
     """Wait until all have ended, or one has failed and its peers had a second; say who failed, and each rank's fate."""
     deadline, failing = time.monotonic() + timeout, False
-    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-        if not failing and any(process.returncode for process in ranks):
+    while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
+        if not failing and any(codes):
             failing, deadline = True, min(deadline, time.monotonic() + 1.0)
         time.sleep(0.02)
-    codes = [process.poll() for process in ranks]
     late = "killed, it was still waiting" if any(codes) else f"no end after {timeout:g} s"
     why = [late if code is None else f"exit code {code}" for code in codes]
     ended = [rank for rank, code in enumerate(codes) if code]

@@ -78,8 +78,10 @@ time.sleep(1)
 rank == "0" or sys.exit(3)
 time.sleep(600)
 """
+    started = time.monotonic()
     with pytest.raises(RankFailure, match="exit code 3") as caught:
         launch(write(tmp_path, source), [f"{tmp_path}/pid"], 2, 60.0)
+    assert time.monotonic() - started < 30  # and not when the time is up
     assert caught.value.ranks == [1]
     assert not Path("/proc", (tmp_path / "pid0").read_text()).exists()
 
