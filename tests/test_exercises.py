@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grade
 import nbformat
+import psutil
 import pytest
 from grade import ROLES, role_of, verdicts
 from nbclient import NotebookClient
@@ -28,7 +29,10 @@ def checked(client: NotebookClient, notebook: nbformat.NotebookNode, place: int)
 
 
 def complaints(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
-    """Execute each cell twice, checking each exercise with its stub, then with its solution; say what is not right."""
+    """Execute each cell twice, checking each exercise with its stub, then with its solution; say what is not right.
+
+    Then execute all of the notebook once more in the same kernel, and see that no process outlives that.
+    """
     found: list[str] = []
     checks = {role_of(cell)[1]: place for place, cell in enumerate(notebook.cells) if role_of(cell)[0] == "check"}
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
@@ -46,7 +50,12 @@ def complaints(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
                 client.execute_cell(cell, place)
             if role == "solution" and not (verdict := checked(client, notebook, checks[name])).startswith("✓"):
                 found.append(f"{name}: the solution is told {verdict!r}")
-    return found
+        for place, cell in enumerate(notebook.cells):
+            if cell.cell_type == "code" and not role_of(cell)[0] and "long" not in cell.metadata.get("tags", []):
+                client.execute_cell(cell, place)
+        started = psutil.Process(client.km.provisioner.pid).children(recursive=True)
+    _, alive = psutil.wait_procs(started, timeout=10)
+    return found + [f"a process is left behind: {' '.join(process.cmdline())}" for process in alive]
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
@@ -99,6 +108,14 @@ def test_a_cell_that_cannot_be_run_twice_is_found(tmp_path: Path) -> None:
     notebook = notebook_of(("setup", "x = 1"), ("moves", "assert x == 1\nx += 1"))
     with pytest.raises(CellExecutionError, match="assert x == 1"):
         complaints(notebook, tmp_path)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_process_that_stays_is_found(tmp_path: Path) -> None:
+    notebook = notebook_of(
+        ("starts", "import subprocess\nstays = subprocess.Popen(['sleep', '20'], start_new_session=True)")
+    )
+    assert complaints(notebook, tmp_path) == ["a process is left behind: sleep 20"] * 3
 
 
 # ---- scripts/grade.py
