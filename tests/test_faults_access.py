@@ -995,18 +995,22 @@ def test_F13_unused_on_one_rank_counts_as_zero(cut: str, stage: int) -> None:
     run_ranks(2, in_double, use_heads_by_rank, cut, stage, group_timeout=10.0)
 
 
-def gather_different_units(same_size: bool) -> None:
+def gather_different_units(same_size: bool, prefetch: int, uses: tuple[str, str]) -> None:
     model = Heads()
     if not same_size:
         model.b = nn.Sequential(Block(), nn.Linear(4, 4))
-    minizero.Zero(model, CUTS["each its own unit"](model), prefetch=0)
-    model(torch.ones(3, 4), ("a", "ab")[dist.get_rank()]).sum().backward()
+    minizero.Zero(model, CUTS["each its own unit"](model), prefetch=prefetch)
+    for _ in range(2):
+        model(torch.ones(3, 4), uses[dist.get_rank()])
 
 
+@pytest.mark.parametrize(("prefetch", "uses"), [(0, ("a", "ab")), (1, ("", "ab"))])
 @pytest.mark.parametrize("same_size", [True, False])
-def test_F13_ranks_that_gather_different_units_all_raise_and_name_them(same_size: bool) -> None:
+def test_F13_ranks_that_gather_different_units_all_raise_and_name_them(
+    same_size: bool, prefetch: int, uses: tuple[str, str]
+) -> None:
     with pytest.raises(RankFailure) as caught:
-        run_ranks(2, gather_different_units, same_size, timeout=30.0, group_timeout=3.0)
+        run_ranks(2, gather_different_units, same_size, prefetch, uses, timeout=30.0, group_timeout=3.0)
     assert sorted(caught.value.ranks) == [0, 1]
     for text in str(caught.value).split("--- rank ")[1:]:
         assert re.search(r"ranks gather different units \(rank 0: '.*', rank 1: '.*b'\)", text)

@@ -201,6 +201,8 @@ def test_F57_every_slider_changes_its_drawing_by_keyboard_and_by_mouse(browser: 
                 assert len(first) == 1, f"{address}: {len(first)} drawings at a time"
                 handle.press("ArrowRight")
                 by_key = box.evaluate(SHOWN)
+                handle.press("Home")
+                assert box.evaluate(SHOWN) == first
                 place = handle.bounding_box()
                 assert place is not None
                 page.mouse.move(place["x"] + 5, place["y"] + 5)
