@@ -1,9 +1,10 @@
-"""Chapter 15, zero: whole parameters again, read from the shards and written back to them, a unit at a time."""
+"""Chapter 15, zero: from whole parameters to shards and back, a unit at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,9 +13,37 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minizero.collectives import on_all_ranks
-from minizero.construct import broadcast
+from minizero.construct import Plan, broadcast, materialise
 from minizero.gather import Gatherer, Unit
 from minizero.placeholder import ShardedParameter
+from minizero.sharding import FlatParameters
+
+
+def build_units(
+    model: nn.Module,
+    plans: Sequence[Plan],
+    stage: int,
+    group: ProcessGroup | None,
+    replicas: ProcessGroup | None,
+    initialize: Callable[[nn.Module], Any] | None,
+) -> list[Unit]:
+    """Shard the model as planned, from rank 0's values; stage 3 frees each unit before the next one gets values."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    built: dict[str, Unit] = {}
+    for plan in materialise(model, plans, group, initialize):
+        key = {id(p): (str(p.dtype), p.requires_grad) for p, _ in plan.parameters}
+        members = sorted(plan.parameters, key=lambda member: key[id(member[0])])
+        flats = [
+            FlatParameters(list(same), rank, world, aliased=stage < 3)
+            for _, same in groupby(members, key=lambda member: key[id(member[0])])
+        ]
+        built[plan.name] = unit = Unit(plan.name, plan.module, flats, group)
+        take_from_rank_0(unit, group, replicas)
+        if stage == 3:
+            unit.reshard()
+    for buffer in model.buffers():
+        broadcast(buffer, group, replicas)
+    return [built[plan.name] for plan in plans]
 
 
 @torch.no_grad()

@@ -9,25 +9,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from minizero.construct import Plan, agree, broadcast, check_model, materialise, plan_units
-from minizero.gather import Gatherer, State, Unit, in_backward
+from minizero.construct import agree, check_model, plan_units
+from minizero.gather import Gatherer, State, in_backward
 from minizero.optimizer import check_elementwise, check_state, clip_grad_norm, slice_groups
 from minizero.placeholder import NotCopied
 from minizero.reduce import Reducer
-from minizero.sharding import FlatParameters
-from minizero.whole import hold_gathered, mark_changed, read_full_state, take_from_rank_0, write_full_state
+from minizero.whole import build_units, hold_gathered, mark_changed, read_full_state, write_full_state
 
 
 class Zero(NotCopied):
@@ -67,7 +64,7 @@ class Zero(NotCopied):
         plans = plan_units(model, units)
         for ranks in (group,) if replicas is None else (group, replicas):
             agree(plans, stage, ranks)
-        self.units = self._build(plans, initialize)
+        self.units = build_units(model, plans, stage, group, replicas, initialize)
         begin = self._begin_backward
         self._gatherer = Gatherer(self.units, group, prefetch, frees=stage == 3, begin_backward=begin)
         self._reducer = Reducer(self.units, group, replicas, stage > 1, begin, self._gatherer.release)
@@ -76,24 +73,6 @@ class Zero(NotCopied):
         self._handles = [*self._gatherer.attach(), *self._reducer.attach()]
         self._handles.append(model.register_forward_pre_hook(self._before_model, prepend=True))
         model.zero_grad = self.zero_grad  # type: ignore[method-assign]  # gradients are where it would not look
-
-    def _build(self, plans: Sequence[Plan], initialize: Callable[[nn.Module], Any] | None) -> list[Unit]:
-        rank, world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        built: dict[str, Unit] = {}
-        for plan in materialise(self.model, plans, self.group, initialize):
-            key = {id(p): (str(p.dtype), p.requires_grad) for p, _ in plan.parameters}
-            members = sorted(plan.parameters, key=lambda member: key[id(member[0])])
-            flats = [
-                FlatParameters(list(same), rank, world, aliased=self.stage < 3)
-                for _, same in groupby(members, key=lambda member: key[id(member[0])])
-            ]
-            built[plan.name] = unit = Unit(plan.name, plan.module, flats, self.group)
-            take_from_rank_0(unit, self.group, self.replicas)
-            if self.stage == 3:
-                unit.reshard()
-        for buffer in self.model.buffers():
-            broadcast(buffer, self.group, self.replicas)
-        return [built[plan.name] for plan in plans]
 
     @torch.compiler.disable
     def _before_model(self, module: nn.Module, args: Any) -> None:
@@ -125,8 +104,11 @@ class Zero(NotCopied):
         self._gatherer.reshard_all()
         self._backward = None
 
-    def _reduce(self) -> None:
-        """Stage 1 reduces when somebody needs the gradients: at the step, or before it at clipping."""
+    def reduce(self) -> None:
+        """See to it that the slices hold the gradients: stage 1 reduces when somebody needs them, at the latest here.
+
+        The step and clipping call it. Call it on all ranks before you read the gradients of the slices yourself.
+        """
         self._recover()
         if self._is_spoiled:
             raise RuntimeError("the last backward raised and its gradients are incomplete: call zero_grad() first")
@@ -166,7 +148,7 @@ class Zero(NotCopied):
             raise TypeError("step() takes no closure here: run forward and backward before it")
         if self._gatherer.holds:
             raise RuntimeError("step() inside gathered(): the full parameters would overwrite what it changes")
-        self._reduce()
+        self.reduce()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.stage < 3:
@@ -200,7 +182,7 @@ class Zero(NotCopied):
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip by the norm over all parameters and ranks; call on all ranks. See optimizer.clip_grad_norm."""
-        self._reduce()
+        self.reduce()
         return clip_grad_norm([piece for _, piece in self.named_slices()], max_norm, norm_type, self.group)
 
     @contextmanager
