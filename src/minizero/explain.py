@@ -1,0 +1,54 @@
+"""Chapter 26, config: a configuration explained key by key, and the bytes it leads to."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from minizero.config_keys import DEEPSPEED, KEYS, Key
+from minizero.memory import model_states
+
+
+def leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Key | None]]:
+    """(path, value, row of the table) of every key that is not a block; None for a key that nobody knows."""
+    for name, value in block.items():
+        key = KEYS.get(f"{path}{name}")
+        if key is not None and key.kind == "block" and isinstance(value, Mapping):
+            yield from leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value, key
+
+
+def key_by_key(source: str, content: Mapping[str, Any]) -> str:
+    """A line for each key of a configuration: what minizero and what DeepSpeed does with it in its stage."""
+    stage = content.get("zero_optimization", {}).get("stage", 0)
+    rows = [("key", "value", "minizero", f"DeepSpeed {DEEPSPEED}, stage {stage}", "")]
+    for path, value, key in leaves(content):
+        whole = isinstance(value, float) and value.is_integer()
+        shown = textwrap.shorten(json.dumps(int(value) if whole else value), 24)
+        if key is None:
+            rows.append((path, shown, "refused", "-", "unknown key"))
+            continue
+        # what has a value that leaves it off asks for nothing
+        fate = "off" if key.fate == "refused" and key.is_off(value) else key.fate
+        rows.append((path, shown, fate, "reads it" if stage in key.stages else "ignores it", key.why))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"{source}", "", *lines])
+
+
+def bytes_of(params: int, ranks: int, stage: int, dtype: torch.dtype, device: str) -> str:
+    """What a rank keeps of the model states of `params` parameters, in device memory and where they are offloaded."""
+    precision = "fp32" if dtype == torch.float32 else "mixed-fp32-gradients"
+    states = model_states(params, ranks, stage, precision)
+    away = 0 if device == "none" else states.optimizer
+    lines = [f"{params:,} parameters, {precision}: each rank keeps {(states.total - away) / 1e9:,.3f} GB"]
+    if away:
+        lines.append(
+            f"and {away / 1e9:,.3f} GB of optimizer states {'in host memory' if device == 'cpu' else 'in files'}"
+        )
+    return "\n".join(lines)
