@@ -5,6 +5,7 @@ READY := $(VENV)/.package-installed
 NOTEBOOKS = $(wildcard book/*.ipynb)
 TWINS = $(wildcard text/*.md)
 EXECUTED := _executed
+SHELL_SCRIPTS = $(wildcard .ci/* docker/*.sh scripts/*.sh slurm/*)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two cores, and the site is built from what the tests executed
@@ -41,8 +42,9 @@ site: $(READY)    # built from the notebooks that test-notebooks executed
 lab: $(READY)     ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/book/00_ranks.ipynb
 
-sync: $(READY)    ## copy pieces of src/minizero into the notebook cells that show them
+sync: $(READY)    ## copy pieces of src/minizero into the cells that show them, the public address into the notebooks
 	$(BIN)/python scripts/sync.py
+	$(BIN)/python scripts/address.py
 
 twins: $(READY)   ## book/*.ipynb -> text/*.md, to edit a chapter as text (overwrites the twins)
 	@mkdir -p text
@@ -58,11 +60,15 @@ format: $(READY)  ## ruff: format, then repair what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-lint: $(READY)    ## ruff, mypy --strict on src, notebook cells equal to the package
+lint: $(READY)    ## ruff, mypy --strict on src, notebook cells equal to the package, shell scripts, workflows
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/sync.py --check
+	$(BIN)/python scripts/address.py --check
+	$(BIN)/shellcheck $(SHELL_SCRIPTS)
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --quiet --offline .github
 
 exercises: $(READY) ## grade your own solutions: the verdict of every exercise in book/
 	$(BIN)/python scripts/grade.py
