@@ -47,7 +47,7 @@ def copy_book(target: Path) -> None:
     ignored = shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__")
     shutil.copytree(ROOT / "book", target / "book", ignore=ignored)
     shutil.copy(ROOT / "_toc.yml", target)
-    for name in ("src", "scripts", "configs"):
+    for name in ("src", "scripts", "configs", "slurm"):
         (target / name).symlink_to(ROOT / name)
     config = (ROOT / "_config.yml").read_text(encoding="utf-8")
     executed = config.replace("execute_notebooks: cache", "execute_notebooks: 'off'")

@@ -108,7 +108,7 @@ SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
-AuthInfo=cred_expire=2
+AuthInfo=cred_expire=5
 CredType=cred/none
 GresTypes=gpu
 MpiDefault=none
