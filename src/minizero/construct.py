@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from minizero.collectives import on_all_ranks
 from minizero.gather import Unit
@@ -24,6 +25,23 @@ class Plan:
     name: str
     module: nn.Module
     parameters: list[tuple[nn.Parameter, list[Holder]]]
+
+
+class Dtypes(NamedTuple):
+    """What a parameter is gathered and computed in, and what its gradient is in on the wire."""
+
+    compute: torch.dtype
+    wire: torch.dtype
+
+
+class DtypePolicy(Protocol):
+    """Which dtypes a model computes and sends in; `minizero.precision.Precision` is one."""
+
+    def choose(self, model: nn.Module) -> dict[str, Dtypes]:
+        """For the full name of each parameter, its dtypes."""
+
+    def attach(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        """Hooks that cast what goes into the model and into modules that compute in another dtype."""
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
@@ -100,7 +118,7 @@ def _check_memory(model: nn.Module) -> None:
             raise ValueError(f"parameters {first!r} and {second!r} share memory: tie them as one nn.Parameter")
 
 
-def agree(plans: Sequence[Plan], stage: int, group: ProcessGroup | None) -> None:
+def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], group: ProcessGroup | None) -> None:
     """Raise ValueError on all ranks, naming the first difference, unless all are about to shard the same model.
 
     Ranks are counted inside `group`. Also raises on a rank that `group` does not contain.
@@ -108,9 +126,11 @@ def agree(plans: Sequence[Plan], stage: int, group: ProcessGroup | None) -> None
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
     mine = [f"stage {stage}"] + [
-        f"unit {plan.name!r}, {holders[0].full_name!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
+        f"unit {plan.name!r}, {name!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
+        + (f", computed in {dtypes[name].compute}, sent in {dtypes[name].wire}" if dtypes else "")
         for plan in plans
         for p, holders in plan.parameters
+        for name in [holders[0].full_name]
     ]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)

@@ -36,7 +36,7 @@ class State(StrEnum):
 class Unit(NotCopied):
     """Parameters that are gathered and freed together: those of `module` that belong to no unit inside it.
 
-    `flats` holds them by dtype and requires_grad. Between uses a rank has `flat.shard` of each, 1/N of the elements.
+    `flats` holds them by dtypes and requires_grad. Between uses a rank has `flat.shard` of each, 1/N of the elements.
     """
 
     def __init__(self, name: str, module: nn.Module, flats: list[FlatParameters], group: ProcessGroup | None) -> None:
@@ -71,7 +71,7 @@ class Unit(NotCopied):
             if flat.aliased and not flat.requires_grad:
                 continue  # stages 1 and 2 never let go of it, and no step changes it
             flat.allocate()
-            self._works.append(launch_all_gather(flat.full, flat.shard, self._group))
+            self._works.append(launch_all_gather(flat.full, flat.outgoing(), self._group))
         self.state = State.IN_FLIGHT
 
     def wait(self) -> None:

@@ -31,10 +31,10 @@ class Spares:
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
-    def take(self, like: Tensor) -> Tensor:
-        """A tensor like `like`, its values whatever was in it."""
-        buffers = self._buffers.get((like.shape, like.dtype))
-        return buffers.pop() if buffers else torch.empty_like(like)
+    def take(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor like `like`, of its own dtype or another; its values are whatever was in it."""
+        buffers = self._buffers.get((like.shape, dtype or like.dtype))
+        return buffers.pop() if buffers else torch.empty_like(like, dtype=dtype)
 
     def give(self, buffers: Sequence[Tensor]) -> None:
         """Keep `buffers` for the next `take`; nobody reads them any more."""
@@ -47,7 +47,7 @@ class Spares:
 
 
 class Bucket(NotCopied):
-    """The full gradient of one FlatParameters (padded_numel elements) while this rank collects it.
+    """The full gradient of one FlatParameters (padded_numel elements) while this rank collects it, in the wire's dtype.
 
     A parameter that got no gradient counts as zero: its optimizer state decays as with a gradient of zeros, on all
     ranks alike, also when it was used on some of them.
@@ -74,7 +74,9 @@ class Bucket(NotCopied):
         gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
         leaf.grad = None
         if self._gradients is None:
-            self._gradients = self._spares.take(self.flat.full)
+            self._gradients = self._spares.take(self.flat.full, self.flat.wire)
+        if index in self._collected and self._gradients.itemsize < 4:
+            self._gradients = self._gradients.float()  # in bf16, 256 + 1 is 256
         part = self._gradients[layout.offsets[index] : layout.offsets[index + 1]].view(gradient.shape)
         if index in self._collected:  # reentrant checkpointing hands over one gradient for each use
             part += gradient
@@ -91,12 +93,12 @@ class Bucket(NotCopied):
         """Start the reduce-scatter of what is here, with zeros for what is not."""
         layout = self.flat.layout
         if self._gradients is None:
-            self._gradients = self._spares.take(self.flat.full)
+            self._gradients = self._spares.take(self.flat.full, self.flat.wire)
         for index in range(len(self.flat.leaves)):
             if index not in self._collected:
                 self._gradients[layout.offsets[index] : layout.offsets[index + 1]].zero_()
         self._gradients[layout.numel :].zero_()
-        self._flight = ReduceScatter(self._gradients, group, self._spares.take)
+        self._flight = ReduceScatter(self._gradients.to(self.flat.wire), group, self._spares.take)
         self.drop()
 
     def land(self, divisor: int, replicas: ProcessGroup | None) -> None:
@@ -107,7 +109,7 @@ class Bucket(NotCopied):
         self._flight = None
         if replicas is not None:
             dist.all_reduce(total, group=replicas)
-        self.flat.add_gradient(total.div_(divisor).to(self.flat.shard.dtype))
+        self.flat.add_gradient(total.div_(divisor))
 
     def drop(self) -> None:
         """Forget what was collected."""
@@ -164,9 +166,11 @@ class Reducer(NotCopied):
                 f"unit {unit.name!r}: backward computed with parameters that had not arrived. Was what its forward "
                 "returned changed in place? Return a tensor of its own"
             )
-        if not self._in_backward:
-            return
         buckets = self._buckets[unit]
+        if not self._in_backward:
+            if buckets[b].flat.full.itemsize < 4:  # autograd would add the next backward's in low precision
+                buckets[b].collect(index)
+            return
         buckets[b].collect(index)
         unit.is_in_parts |= is_nested and not unit.is_recomputed
         if unit.is_in_parts or any(bucket.missing for bucket in buckets):

@@ -84,12 +84,15 @@ class Holder:
 
 
 class FlatParameters:
-    """The parameters of a unit that share dtype and requires_grad, as views of one flat buffer, and this rank's shard.
+    """The parameters of a unit that share dtypes and requires_grad, as views of one flat buffer, and this rank's shard.
 
     `full` has layout.padded_numel elements, `shard` has layout.shard_numel. With `aliased`, `shard` is a part of
     `full`, which then stays (stages 1 and 2); without, it is a tensor of its own and the memory of `full` comes and
-    goes (stage 3). `slices[i]` is the part of the shard that belongs to parameter i, 1-D, possibly empty: what an
+    goes (stage 3). `slices[i]` is the part of the master that belongs to parameter i, 1-D, possibly empty: what an
     optimizer on this rank sees. A parameter may be held by several modules (tied weights): `holders[i]` lists them all.
+
+    `master` is the shard itself, until `compute_in` makes it one of higher precision than `full` or `set_master` puts
+    it elsewhere. Gradients travel as `wire`.
     """
 
     def __init__(
@@ -98,28 +101,80 @@ class FlatParameters:
         self.leaves, self.holders = [p for p, _ in parameters], [places for _, places in parameters]
         self.names, self.rank = [places[0].full_name for places in self.holders], rank
         first = self.leaves[0]
-        self.requires_grad, self.aliased = first.requires_grad, aliased
+        self.requires_grad, self.aliased, self.wire = first.requires_grad, aliased, first.dtype
         self.layout = Layout(tuple(p.shape for p in self.leaves), world)
-        self.full = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
-        self._views = self.layout.unflatten(self.full)
-        self._nowhere = [torch.full((), torch.nan).to(p).expand(p.shape) for p in self.leaves]
-        for leaf, view in zip(self.leaves, self._views, strict=True):
+        full = torch.zeros(self.layout.padded_numel, dtype=first.dtype, device=first.device)
+        for leaf, view in zip(self.leaves, self.layout.unflatten(full), strict=True):
             view.copy_(leaf.detach())
-            leaf.data = view
             leaf.is_sharded_by_minizero = True  # type: ignore[attr-defined]
-        part = self.full.view(world, -1)[rank]
-        self.shard = part if aliased else part.clone()
-        self.placeholders = [ShardedParameter.stand_for(p, n) for p, n in zip(self.leaves, self.names, strict=True)]
+        self._use(full)
+        self.shard = self.master = self.cut(full) if aliased else self.cut(full).clone()
         self.slices = [
-            nn.Parameter(self.shard[self.layout.slice_of(i, rank)], requires_grad=self.requires_grad)
+            nn.Parameter(self.master[self.layout.slice_of(i, rank)], requires_grad=self.requires_grad)
             for i in range(len(self.leaves))
         ]
-        self._nbytes = self.full.untyped_storage().nbytes()
+
+    def _use(self, full: Tensor) -> None:
+        """Make the parameters views of `full`."""
+        self.full, self._nbytes = full, full.untyped_storage().nbytes()
+        self._views = self.layout.unflatten(full)
+        self._nowhere = [torch.full((), torch.nan).to(full).expand(p.shape) for p in self.leaves]
+        for leaf, view in zip(self.leaves, self._views, strict=True):
+            leaf.data = view
+        self.placeholders = [ShardedParameter.stand_for(p, n) for p, n in zip(self.leaves, self.names, strict=True)]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of `whole` (padded_numel elements), a view."""
+        return whole.view(self.layout.world, -1)[self.rank]
+
+    def compute_in(self, dtype: torch.dtype, wire: torch.dtype) -> None:
+        """Gather as `dtype` and send gradients as `wire` from now on, and keep a master in fp32 at least.
+
+        Call it while FULL, before the optimizer is made. Stage 3 keeps the master alone and rounds it when it sends it:
+        `shard` and `master` are one tensor still.
+        """
+        self.wire = wire
+        precise = torch.promote_types(self.full.dtype, torch.float32) if self.requires_grad else self.full.dtype
+        if self.full.dtype == dtype == precise:
+            return
+        master = self.master.to(precise, copy=True)
+        self._use(self.full.to(dtype))
+        self.shard = self.cut(self.full) if self.aliased else master
+        self._update_in(master)
+
+    def set_master(self, master: Tensor) -> None:
+        """Let the optimizer update `master` (shard_numel elements on any device, or in a file), which gets the values.
+
+        Call it before the optimizer is made. `shard` stays on the device, in the dtype of `full`.
+        """
+        master.copy_(self.master)
+        if self.shard is self.master:
+            self.shard = self.shard.to(self.full.dtype)
+        self._update_in(master)
+
+    def _update_in(self, master: Tensor) -> None:
+        self.master = master
+        for i, piece in enumerate(self.slices):
+            piece.data = master[self.layout.slice_of(i, self.rank)]
+
+    def refresh(self) -> None:
+        """Round the master to the shard, where these are two tensors: after a step or a load."""
+        if self.shard is not self.master:
+            self.shard.copy_(self.master)
+
+    def outgoing(self) -> Tensor:
+        """What this rank sends in an all-gather: its shard, in its place in `full` already if it has to be rounded."""
+        return self.shard if self.shard.dtype == self.full.dtype else self.cut(self.full).copy_(self.shard)
 
     def take_shard(self) -> None:
-        """Copy this rank's part of `full` into the shard, which the optimizer's slices look at."""
-        if not self.aliased:
-            self.shard.copy_(self.full.view(self.layout.world, -1)[self.rank])
+        """Take over this rank's part of `full`. Where that is the master's rounded value, the master stays as it is."""
+        part = self.cut(self.full)
+        if self.master.dtype != part.dtype:
+            precise = self.master.to(part.device)
+            self.master.copy_(torch.where(part == precise.to(part.dtype), precise, part))
+        elif not (self.aliased and self.shard is self.master):
+            self.master.copy_(part)
+        self.refresh()
 
     def allocate(self) -> None:
         """Give `full` its memory again, at the same storage: every view of it, autograd's too, is valid again."""
@@ -145,9 +200,10 @@ class FlatParameters:
                 view.copy_(leaf.detach())
                 leaf.data = view
 
-    def let_go(self) -> None:
-        """End of sharding: the modules keep the full parameters, which may be sharded anew."""
-        for leaf in self.leaves:
+    def let_go(self, whole: Tensor) -> None:
+        """End of sharding: the modules keep the parameters, as views of `whole`; they may be sharded anew."""
+        for leaf, view in zip(self.leaves, self.layout.unflatten(whole), strict=True):
+            leaf.data = view
             del leaf.is_sharded_by_minizero  # type: ignore[attr-defined]
 
     def show(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -166,6 +222,7 @@ class FlatParameters:
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Add this rank's shard of the gradient (shard_numel elements) to the `.grad` of the slices."""
+        gradient = gradient.to(self.master)
         for i, piece in enumerate(self.slices):
             part = gradient[self.layout.slice_of(i, self.rank)]
             if piece.grad is None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minizero.collectives import on_all_ranks
-from minizero.construct import Plan, broadcast, materialise
+from minizero.collectives import launch_all_gather, on_all_ranks
+from minizero.construct import Dtypes, Plan, broadcast, materialise
 from minizero.gather import Gatherer, Unit
 from minizero.placeholder import ShardedParameter
 from minizero.sharding import FlatParameters
@@ -23,6 +23,7 @@ def build_units(
     model: nn.Module,
     plans: Sequence[Plan],
     stage: int,
+    dtypes: Mapping[str, Dtypes],
     group: ProcessGroup | None,
     replicas: ProcessGroup | None,
     initialize: Callable[[nn.Module], Any] | None,
@@ -31,7 +32,10 @@ def build_units(
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     built: dict[str, Unit] = {}
     for plan in materialise(model, plans, group, initialize):
-        key = {id(p): (str(p.dtype), p.requires_grad) for p, _ in plan.parameters}
+        key = {
+            id(p): (str(p.dtype), p.requires_grad, str(dtypes.get(holders[0].full_name)))
+            for p, holders in plan.parameters
+        }
         members = sorted(plan.parameters, key=lambda member: key[id(member[0])])
         flats = [
             FlatParameters(list(same), rank, world, aliased=stage < 3)
@@ -39,6 +43,8 @@ def build_units(
         ]
         built[plan.name] = unit = Unit(plan.name, plan.module, flats, group)
         take_from_rank_0(unit, group, replicas)
+        for flat in flats if dtypes else ():
+            flat.compute_in(*dtypes[flat.names[0]])
         if stage == 3:
             unit.reshard()
     for buffer in model.buffers():
@@ -85,6 +91,18 @@ def hold_gathered(
         gatherer.reshard_all()
 
 
+def precise(flat: FlatParameters, group: ProcessGroup | None) -> Tensor:
+    """The values of a FULL FlatParameters, padded_numel elements in the dtype of the master. Call on all ranks.
+
+    Where `full` is a rounded copy the masters are gathered; an element that was changed in `full` counts as changed.
+    """
+    if flat.full.dtype == flat.master.dtype:
+        return flat.full
+    whole = torch.empty_like(flat.full, dtype=flat.master.dtype)
+    launch_all_gather(whole, flat.master.to(whole.device), group).wait()
+    return torch.where(flat.full == whole.to(flat.full.dtype), whole, flat.full)
+
+
 def read_full_state(
     model: nn.Module, units: Sequence[Unit], gatherer: Gatherer, group: ProcessGroup | None
 ) -> dict[str, Tensor]:
@@ -94,9 +112,10 @@ def read_full_state(
     for unit in units:
         gatherer.unshard(unit)
         unit.wait()
-        for flat in unit.flats if is_first else ():
-            for leaf, holders in zip(flat.leaves, flat.holders, strict=True):
-                value = leaf.detach().to("cpu", copy=True)
+        for flat in unit.flats:
+            values = flat.layout.unflatten(precise(flat, group))
+            for value, holders in zip(values, flat.holders, strict=True) if is_first else ():
+                value = value.to("cpu", copy=True)
                 state |= {holder.full_name: value for holder in holders}
         gatherer.release(unit)
     if is_first:
@@ -125,12 +144,17 @@ def write_full_state(
     for unit in units:
         for flat in unit.flats:
             flat.allocate()
-            for leaf, holders in zip(flat.leaves, flat.holders, strict=True) if is_first else ():
-                leaf.copy_(state[holders[0].full_name])
-        take_from_rank_0(unit, group, replicas)
-        for flat in unit.flats:
+            is_rounded = flat.full.dtype != flat.master.dtype
+            whole = torch.zeros_like(flat.full, dtype=flat.master.dtype) if is_rounded else flat.full
+            for view, holders in zip(flat.layout.unflatten(whole), flat.holders, strict=True) if is_first else ():
+                view.copy_(state[holders[0].full_name])
+            broadcast(whole, group, replicas)
+            flat.master.copy_(flat.cut(whole))
+            flat.full.copy_(whole)
+            flat.refresh()
             if not flat.aliased:
                 flat.free()
+        mark_changed([unit])
     for name, buffer in buffers.items():
         if is_first:
             buffer.copy_(state[name])

@@ -19,12 +19,13 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from minizero.construct import agree, check_model, plan_units
+from minizero.construct import DtypePolicy, agree, check_model, plan_units
 from minizero.gather import Gatherer, State, in_backward
 from minizero.optimizer import check_elementwise, check_state, clip_grad_norm, slice_groups
 from minizero.placeholder import NotCopied
 from minizero.reduce import Reducer
-from minizero.whole import build_units, hold_gathered, mark_changed, read_full_state, write_full_state
+from minizero.sharding import FlatParameters
+from minizero.whole import build_units, hold_gathered, mark_changed, precise, read_full_state, write_full_state
 
 
 class Zero(NotCopied):
@@ -41,6 +42,7 @@ class Zero(NotCopied):
         prefetch: how many units are gathered ahead of the one that computes (stage 3).
         initialize: called once with each module that had parameters or buffers on the meta device; default
             `module.reset_parameters()`.
+        dtypes: what to compute and send in, if not in the parameters' own dtype: a `minizero.precision.Precision`.
 
     Raises on all ranks, before anything is changed: ValueError or TypeError naming the argument, module or parameter.
     """
@@ -55,22 +57,23 @@ class Zero(NotCopied):
         replicas: ProcessGroup | None = None,
         prefetch: int = 1,
         initialize: Callable[[nn.Module], Any] | None = None,
+        dtypes: DtypePolicy | None = None,
     ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, got {stage!r} (stage 0 is minizero.Replicated)")
         if prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more units, got {prefetch!r}")
         self.model, self.stage, self.group, self.replicas = model, stage, group, replicas
-        plans = plan_units(model, units)
+        plans, chosen = plan_units(model, units), dtypes.choose(model) if dtypes else {}
         for ranks in (group,) if replicas is None else (group, replicas):
-            agree(plans, stage, ranks)
-        self.units = build_units(model, plans, stage, group, replicas, initialize)
+            agree(plans, stage, chosen, ranks)
+        self.units = build_units(model, plans, stage, chosen, group, replicas, initialize)
         begin = self._begin_backward
         self._gatherer = Gatherer(self.units, group, prefetch, frees=stage == 3, begin_backward=begin)
         self._reducer = Reducer(self.units, group, replicas, stage > 1, begin, self._gatherer.release)
         self._backward: int | None = None  # autograd's number for the backward that runs
         self._has_unreduced = self._is_spoiled = False
-        self._handles = [*self._gatherer.attach(), *self._reducer.attach()]
+        self._handles = [*self._gatherer.attach(), *self._reducer.attach(), *(dtypes.attach(model) if dtypes else ())]
         self._handles.append(model.register_forward_pre_hook(self._before_model, prepend=True))
         model.zero_grad = self.zero_grad  # type: ignore[method-assign]  # gradients are where it would not look
 
@@ -131,7 +134,7 @@ class Zero(NotCopied):
         be element-wise, unless `elementwise` says it is; KeyError for a parameter that is not there or not trained.
         """
         check_elementwise(cls, elementwise)
-        optimizer = cls(slice_groups([flat for unit in self.units for flat in unit.flats], groups), **options)
+        optimizer = cls(slice_groups(self._flats(), groups), **options)
         optimizer.register_load_state_dict_pre_hook(check_state)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -149,8 +152,13 @@ class Zero(NotCopied):
         if self._gatherer.holds:
             raise RuntimeError("step() inside gathered(): the full parameters would overwrite what it changes")
         self.reduce()
+        for flat in self._flats():
+            if flat.aliased and flat.shard is not flat.master:
+                flat.take_shard()  # parameters that the user changed in place would be overwritten after the step
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for flat in self._flats():
+            flat.refresh()
         if self.stage < 3:
             for unit in self.units:
                 unit.state = State.SHARDED  # this rank has new values for its own shard only
@@ -159,12 +167,14 @@ class Zero(NotCopied):
                 unit.wait()
         mark_changed(self.units)
 
+    def _flats(self) -> list[FlatParameters]:
+        return [flat for unit in self.units for flat in unit.flats]
+
     def named_slices(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, slice) of every trained parameter: this rank's elements of it, 1-D, possibly none."""
-        for unit in self.units:
-            for flat in unit.flats:
-                if flat.requires_grad:
-                    yield from zip(flat.names, flat.slices, strict=True)
+        for flat in self._flats():
+            if flat.requires_grad:
+                yield from zip(flat.names, flat.slices, strict=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; `model.zero_grad` comes here too."""
@@ -225,8 +235,7 @@ class Zero(NotCopied):
             self._gatherer.frees = False
         for handle in self._handles:
             handle.remove()
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.let_go()
+        for flat in self._flats():
+            flat.let_go(precise(flat, self.group))
         del self.model.zero_grad
         return self.model
