@@ -122,23 +122,36 @@ def check_same_text(corpus: Corpus) -> None:
 class Trainee:
     model: GPT
     optimizer: torch.optim.Optimizer
-    clip: Callable[[float], Any]  # clips the gradient to a norm, and returns the norm it had
+    update: Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]  # a step on a batch: this rank's loss, the norm
     whole: Callable[[], AbstractContextManager[None]]  # inside, this rank has all parameters
 
 
 def distribute(options: argparse.Namespace, device: torch.device) -> Trainee:
     """The same weights in every stage: drawn from the seed in one order."""
     torch.manual_seed(options.seed)
+    whole: Callable[[], AbstractContextManager[None]] = nullcontext
     if options.stage == 0:
         with device:
             model = GPT(options.config)
         minizero.Replicated(model)
         clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), error_if_nonfinite=True)
-        return Trainee(model, minizero.AdamW(model.parameters(), lr=options.lr), clip, nullcontext)
-    with torch.device("meta"):  # shapes without memory: Zero fills one block after the other, and keeps its shard
-        model = GPT(options.config)
-    zero = minizero.Zero(model, units=model.blocks, stage=options.stage)
-    return Trainee(model, zero.optimizer(minizero.AdamW, lr=options.lr), zero.clip_grad_norm, zero.gathered)
+        optimizer: torch.optim.Optimizer = minizero.AdamW(model.parameters(), lr=options.lr)
+    else:
+        with torch.device("meta"):  # shapes without memory: Zero fills one block after the other, and keeps its shard
+            model = GPT(options.config)
+        zero = minizero.Zero(model, units=model.blocks, stage=options.stage)
+        optimizer = zero.optimizer(minizero.AdamW, lr=options.lr)
+        clip, whole = zero.clip_grad_norm, zero.gathered
+
+    def update(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+        loss = model(x, y)
+        loss.backward()
+        norm = float(clip(options.clip))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item(), norm
+
+    return Trainee(model, optimizer, update, whole)
 
 
 def say(text: str) -> None:
@@ -257,13 +270,9 @@ def train(trainee: Trainee, options: argparse.Namespace, device: torch.device, l
             for group in trainee.optimizer.param_groups:
                 group["lr"] = lr
             x, y = (tokens.to(device) for tokens in options.training.at(step))  # (batch / world, context) each
-            loss = trainee.model(x, y)
-            loss.backward()
-            norm = float(trainee.clip(options.clip))
-            trainee.optimizer.step()
-            trainee.optimizer.zero_grad()
+            loss, norm = trainee.update(x, y)
             # the signal travels with the loss: it may have come to one rank only, and all must stop at the same step
-            mean_loss, stops = over_ranks([loss.item(), float(stop.signal > 0)], device)
+            mean_loss, stops = over_ranks([loss, float(stop.signal > 0)], device)
             speed = options.batch * options.context / (time.perf_counter() - start)
             log.add(mean_loss, norm, lr, speed, peak_mib(device))
             if stops:
