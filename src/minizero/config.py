@@ -33,12 +33,10 @@ class FP16(_Model):
     """`"fp16"`: fp16 weights and activations, with a loss scale."""
 
     enabled: bool = False
-    auto_cast: bool = False
     loss_scale: Real = 0.0
     initial_scale_power: Size = 16
     loss_scale_window: Count = 1000
     hysteresis: Count = 2
-    consecutive_hysteresis: bool = False
     min_loss_scale: Count = 1
 
 

@@ -35,12 +35,12 @@ scheduler.type                         | text  | used | 0123 | WarmupLR, WarmupD
 scheduler.params                       | tree  | used | 0123 | what the scheduler's constructor takes
 fp16                                   | block | used | 0123 | not on a CPU in DeepSpeed
 fp16.enabled                           | flag  | used | 0123 | fp16 weights and activations, fp32 master weights
-fp16.auto_cast                         | flag  | used | 0123 | cast floating-point inputs to fp16
+fp16.auto_cast                         | flag  | ignored | 0123 | floating-point inputs are always cast to fp16
 fp16.loss_scale                        | real  | used | 0123 | 0: a scale that adapts
 fp16.initial_scale_power               | size  | used | 0123 | the adapting scale begins at 2 to this power
 fp16.loss_scale_window                 | count | used | 0123 | good steps until the scale doubles
 fp16.hysteresis                        | count | used | 0123 | overflows until the scale halves
-fp16.consecutive_hysteresis            | flag  | used | 0123 | a good step makes those overflows count from one again
+fp16.consecutive_hysteresis            | flag  | refused unless false | 0123 | not built
 fp16.min_loss_scale                    | count | used | 0123 | the scale does not fall below
 fp16.fp16_master_weights_and_grads     | flag  | refused unless false | 123 | the master weights are fp32
 bf16                                   | block | used | 0123 |

@@ -134,14 +134,17 @@ class Zero(NotCopied):
         be element-wise, unless `elementwise` says it is; KeyError for a parameter that is not there or not trained.
         """
         check_elementwise(cls, elementwise)
-        optimizer = cls(slice_groups(self._flats(), groups), **options)
+        return self.attach(cls(slice_groups(self._flats(), groups), **options))
+
+    def attach(self, optimizer: Optimizer) -> Optimizer:
+        """Have an optimizer whose parameters are slices reduce before its step, and spread what it changed after it."""
         optimizer.register_load_state_dict_pre_hook(check_state)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
         def zero_grad(set_to_none: bool = True) -> None:
             self._drop_unreduced()
-            cls.zero_grad(optimizer, set_to_none)
+            type(optimizer).zero_grad(optimizer, set_to_none)
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         return optimizer
