@@ -215,7 +215,7 @@ def test_a_job_whose_ranks_cannot_start_fails_on_all_nodes_and_stays_ended(clust
     job = cluster.submit(SBATCH, "--batch", "3", "--out", tmp_path)  # four ranks cannot share three sequences
     assert job.end() == "FAILED"
     assert "--batch must be a multiple of the number of ranks, got 3 for 4 ranks" in job.log
-    assert "goes back to the queue" not in job.log
+    assert "back to the queue" not in job.log
 
 
 @needs_slurm
@@ -233,8 +233,8 @@ def test_a_job_whose_time_is_up_stops_cleanly_and_is_queued_again(cluster: Clust
     job = cluster.submit(SBATCH, "--steps", "100000", *SIZES, "--text", text, "--out", tmp_path)
     wait_for(lambda: (tmp_path / "loss.csv").exists() and len(losses(tmp_path)) > 3)
     cluster.call("scancel", "--signal=USR1", "--batch", job.number)  # what Slurm sends two minutes before the end
-    wait_for(lambda: f"start 1 of job {job.number}" in job.log)
+    wait_for(lambda: f"job {job.number}, start 1:" in job.log)
     assert re.search(r"stopped after step \d+ by SIGTERM", job.log)
-    assert f"the time is up: job {job.number} goes back to the queue" in job.log
+    assert f"job {job.number} is out of time: back to the queue" in job.log
     cluster.call("scancel", job.number)
     assert job.end() == "CANCELLED"
