@@ -218,7 +218,7 @@ def global_norm(gradients: list[Tensor], norm_type: float, group: ProcessGroup |
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients if g.numel() > 0]
     local = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
-    mine = torch.linalg.vector_norm(local, norm_type).reshape(1)
+    mine = torch.linalg.vector_norm(local, norm_type).reshape(1).to(device)  # gradients may be in host memory
     # Gathered, not reduced with MAX: gloo's MAX loses a NaN that rank 0 does not hold.
     everyone = mine.new_empty(dist.get_world_size(group))
     with on_all_ranks("get the norm of the gradients"):

@@ -1,0 +1,224 @@
+"""Chapter 24, offload: master weights and optimizer state wait in host memory, or on disk, for the step.
+
+Only the optimizer reads them, once in a step, element by element, so they need not be where the model computes. What
+stays there is the weights that are gathered and, on their way out, gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from minizero.courier import Courier
+from minizero.mapped import MappedFile, room_for
+from minizero.optimizer import check_elementwise, slice_groups
+from minizero.sharding import FlatParameters
+from minizero.zero import Zero
+
+
+def probe_states(
+    cls: type[Optimizer], groups: Sequence[dict[str, Any]], options: dict[str, Any]
+) -> dict[Tensor, dict[str, torch.dtype]]:
+    """Which states as large as itself an optimizer keeps for each slice in `groups`: name -> dtype.
+
+    Found by one step of another of its class, whose parameters have three elements. Raises TypeError if the step
+    changes the param groups: it is made once for each unit, and what they count would run ahead.
+    """
+
+    def settings() -> str:
+        return repr([{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups])
+
+    slices = [p for group in groups for p in group["params"]]
+    twins = {p: nn.Parameter(torch.ones(3, dtype=p.dtype)) for p in slices}
+    optimizer = cls([{**group, "params": [twins[p] for p in group["params"]]} for group in groups], **options)
+    before = settings()
+    for twin in twins.values():
+        twin.grad = torch.ones_like(twin)
+    optimizer.step()
+    if settings() != before:
+        raise TypeError(f"{cls.__name__}.step() changes its param groups: it cannot be made for one unit at a time")
+    return {p: {name: value.dtype for name, value in _like(twin, optimizer)} for p, twin in twins.items()}
+
+
+def _like(piece: Tensor, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """The states of a slice that have its shape."""
+    states = optimizer.state.get(piece, {}).items()
+    return [(name, value) for name, value in states if isinstance(value, Tensor) and value.shape == piece.shape]
+
+
+class Offload:
+    """Keeps masters and states of `zero` in host memory or in a file, and makes the optimizer's step on them.
+
+    The step goes through the units one by one: only one unit's pages of the file are in memory, states that the
+    optimizer makes as it goes find their place at once, and one unit's new weights travel while the next is updated.
+    """
+
+    def __init__(self, zero: Zero, states: dict[Tensor, dict[str, torch.dtype]], directory: str | Path | None) -> None:
+        self._zero, self._file = zero, None
+        self._courier: Courier | None = None
+        self.flats = [flat for unit in zero.units for flat in unit.flats if flat.requires_grad]
+        masters = [(flat.layout.shard_numel, flat.master.dtype) for flat in self.flats]
+        if directory is not None:
+            others = [(piece.numel(), dtype) for piece, named in states.items() for dtype in named.values()]
+            path, nbytes = (
+                Path(directory) / f"rank{dist.get_rank()}.offload",
+                sum(room_for(*x) for x in masters + others),
+            )
+            self._file = self._on_all(partial(MappedFile, path, nbytes))
+        for flat, each in zip(self.flats, masters, strict=True):
+            flat.set_master(self._file.tensor(*each) if self._file else torch.empty(each[0], dtype=each[1]))
+            flat.refresh = partial(self._refresh, flat)  # type: ignore[method-assign]
+            flat.take_shard = partial(self._take_shard, flat)  # type: ignore[method-assign]
+        self._places = {
+            piece: {name: self._file.tensor(piece.numel(), dtype) for name, dtype in named.items()}
+            for piece, named in states.items()
+            if self._file
+        }
+        self._updated: set[FlatParameters] = set()  # by this step, and sent to the device already
+        self.after_step()
+        device = self.flats[0].full.device
+        if device.type == "cuda":
+            self.use(Courier(device))
+
+    def use(self, courier: Courier) -> None:
+        """Have gradients and weights travel by `courier`."""
+        self._courier = courier
+        for flat in self.flats:
+            flat.add_gradient = partial(courier.bring_down, flat)  # type: ignore[method-assign]
+
+    def _on_all(self, action: Callable[[], Any]) -> Any:
+        """Do `action` on all ranks; raise OSError on every rank if one of them got one."""
+        complaint, result = "", None
+        try:
+            result = action()
+        except OSError as error:
+            complaint = str(error)
+        for group in (self._zero.group,) if self._zero.replicas is None else (self._zero.group, self._zero.replicas):
+            everyone: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(everyone, complaint, group=group)
+            complaint = "; ".join(dict.fromkeys(text for text in everyone if text))
+        if complaint:
+            result = None  # a file that could be made here goes, now
+            raise OSError(complaint)
+        return result
+
+    def check(self) -> None:
+        """Raise OSError on every rank if the file of one of them is not as it was."""
+        if self._file:
+            self._on_all(self._file.check)
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer) -> None:
+        """One step of `optimizer`, without its hooks, unit by unit."""
+        whole_step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # torch wraps it to call the hooks
+        params = [group["params"] for group in optimizer.param_groups]
+        for flat in self.flats:
+            mine = {id(piece) for piece in flat.slices}
+            try:
+                for group, everything in zip(optimizer.param_groups, params, strict=True):
+                    group["params"] = [p for p in everything if id(p) in mine]
+                whole_step(optimizer)
+            finally:
+                for group, everything in zip(optimizer.param_groups, params, strict=True):
+                    group["params"] = everything
+            self.settle(optimizer, flat)
+            flat.refresh()
+            self._updated.add(flat)
+            if self._file:
+                self._file.release()
+
+    def settle(self, optimizer: Optimizer, *flats: FlatParameters) -> None:
+        """Move states that the optimizer has just made, or loaded, into the file; default: of all units."""
+        for piece in [piece for flat in flats or self.flats for piece in flat.slices if piece in self._places]:
+            for name, value in _like(piece, optimizer):
+                if name not in self._places[piece]:
+                    raise TypeError(f"{type(optimizer).__name__} made state {name!r} later than in its first step")
+                place = self._places[piece][name]
+                if value.data_ptr() != place.data_ptr():
+                    optimizer.state[piece][name] = place.copy_(value)
+
+    def close(self) -> None:
+        """Remove the file, as happens by itself when optimizer and Zero are gone. No step can be made any more."""
+        if self._file:
+            self._file.close()
+
+    def _refresh(self, flat: FlatParameters) -> None:
+        """In place of `flat.refresh`. After a step everybody's is called, and has been done."""
+        if flat in self._updated:
+            return
+        if self._courier:
+            self._courier.send_up(flat)
+        else:
+            FlatParameters.refresh(flat)
+
+    def _take_shard(self, flat: FlatParameters) -> None:
+        """In place of `flat.take_shard`: before a step only where parameters were changed in place.
+
+        To compare all of them with their masters, as is done where both are on the device, would bring them down.
+        """
+        if self._zero._gatherer.holds or self._versions[flat] != _versions(flat):
+            FlatParameters.take_shard(flat)
+
+    def after_step(self) -> None:
+        """A step is over, hooks and all, or was broken off."""
+        self._updated.clear()
+        self._versions = {flat: _versions(flat) for flat in self.flats}
+
+
+def _versions(flat: FlatParameters) -> list[int]:
+    return [leaf._version for leaf in flat.leaves]
+
+
+def offload_optimizer(
+    zero: Zero,
+    cls: type[Optimizer],
+    groups: Iterable[dict[str, Any]] | None = None,
+    *,
+    directory: str | Path | None = None,
+    elementwise: bool = False,
+    **options: Any,
+) -> Optimizer:
+    """`zero.optimizer(cls, groups, ...)`, with master weights and states in host memory or on disk; on all ranks.
+
+    Args:
+        zero: the sharded model. Its slices move: this comes before any other optimizer of it.
+        cls, groups, elementwise, options: as for `zero.optimizer`.
+        directory: where each rank makes its file, which belongs to this run and goes with it; None: host memory. A
+            directory on a `tmpfs` is memory.
+
+    Returns:
+        The optimizer; it trains bit for bit as without. `optimizer.offload.close()` removes the file, which otherwise
+        goes with the optimizer and `zero`.
+
+    Raises:
+        TypeError, KeyError: as `zero.optimizer`; TypeError also for an optimizer that counts its steps in its groups.
+        OSError: on all ranks, if one of them has no room for its file or may not use it. Nothing is changed then.
+    """
+    check_elementwise(cls, elementwise)
+    if groups is not None:
+        groups = [{**group, "params": list(group["params"])} for group in groups]
+    sliced = slice_groups([flat for unit in zero.units for flat in unit.flats], groups)
+    offload = Offload(zero, probe_states(cls, sliced, options), directory)
+    optimizer = zero.optimizer(cls, groups, elementwise=elementwise, **options)
+    offload.settle(optimizer)
+    optimizer.register_load_state_dict_post_hook(offload.settle)
+    step = Optimizer.profile_hook_step(lambda optimizer, *_: offload.step(optimizer))  # calls the hooks, once
+
+    def checked_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        offload.check()
+        try:
+            step(optimizer, *args, **kwargs)
+        finally:
+            offload.after_step()
+
+    optimizer.step = MethodType(checked_step, optimizer)  # type: ignore[method-assign]
+    optimizer.offload = offload  # type: ignore[attr-defined]
+    return optimizer
