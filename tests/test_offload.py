@@ -376,8 +376,8 @@ class Late(torch.optim.Optimizer):
 def test_states_are_found_by_a_step_on_small_parameters() -> None:
     for cls, options in OPTIMIZERS:
         p = nn.Parameter(torch.ones(11))
-        found = probe_states(cls, [{"params": [p]}], options)[p]
         optimizer = cls([p], **options)
+        found = probe_states(optimizer)[p]
         p.grad = torch.ones(11)
         optimizer.step()
         real = {n: v.dtype for n, v in optimizer.state[p].items() if isinstance(v, Tensor) and v.shape == p.shape}

@@ -6,11 +6,11 @@ stays there is the weights that are gathered and, on their way out, gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,28 +24,28 @@ from minizero.sharding import FlatParameters
 from minizero.zero import Zero
 
 
-def probe_states(
-    cls: type[Optimizer], groups: Sequence[dict[str, Any]], options: dict[str, Any]
-) -> dict[Tensor, dict[str, torch.dtype]]:
-    """Which states as large as itself an optimizer keeps for each slice in `groups`: name -> dtype.
+def probe_states(optimizer: Optimizer) -> dict[Tensor, dict[str, torch.dtype]]:
+    """Which states as large as itself an optimizer will keep for each of its slices: name -> dtype.
 
     Found by one step of another of its class, whose parameters have three elements. Raises TypeError if the step
     changes the param groups: it is made once for each unit, and what they count would run ahead.
     """
 
     def settings() -> str:
-        return repr([{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups])
+        return repr([{key: value for key, value in g.items() if key != "params"} for g in probe.param_groups])
 
-    slices = [p for group in groups for p in group["params"]]
-    twins = {p: nn.Parameter(torch.ones(3, dtype=p.dtype)) for p in slices}
-    optimizer = cls([{**group, "params": [twins[p] for p in group["params"]]} for group in groups], **options)
+    groups, cls = optimizer.param_groups, cast(Callable[..., Optimizer], type(optimizer))
+    twins = {p: nn.Parameter(torch.ones(3, dtype=p.dtype)) for group in groups for p in group["params"]}
+    probe = cls([{**group, "params": [twins[p] for p in group["params"]]} for group in groups])
     before = settings()
     for twin in twins.values():
         twin.grad = torch.ones_like(twin)
-    optimizer.step()
+    probe.step()
     if settings() != before:
-        raise TypeError(f"{cls.__name__}.step() changes its param groups: it cannot be made for one unit at a time")
-    return {p: {name: value.dtype for name, value in _like(twin, optimizer)} for p, twin in twins.items()}
+        raise TypeError(
+            f"{type(optimizer).__name__}.step() changes its param groups: it cannot be made for one unit at a time"
+        )
+    return {p: {name: value.dtype for name, value in _like(twin, probe)} for p, twin in twins.items()}
 
 
 def _like(piece: Tensor, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
@@ -68,11 +68,8 @@ class Offload:
         masters = [(flat.layout.shard_numel, flat.master.dtype) for flat in self.flats]
         if directory is not None:
             others = [(piece.numel(), dtype) for piece, named in states.items() for dtype in named.values()]
-            path, nbytes = (
-                Path(directory) / f"rank{dist.get_rank()}.offload",
-                sum(room_for(*x) for x in masters + others),
-            )
-            self._file = self._on_all(partial(MappedFile, path, nbytes))
+            path = Path(directory) / f"rank{dist.get_rank()}.offload"
+            self._file = self._on_all(partial(MappedFile, path, sum(room_for(*each) for each in masters + others)))
         for flat, each in zip(self.flats, masters, strict=True):
             flat.set_master(self._file.tensor(*each) if self._file else torch.empty(each[0], dtype=each[1]))
             flat.refresh = partial(self._refresh, flat)  # type: ignore[method-assign]
@@ -203,11 +200,16 @@ def offload_optimizer(
         OSError: on all ranks, if one of them has no room for its file or may not use it. Nothing is changed then.
     """
     check_elementwise(cls, elementwise)
-    if groups is not None:
-        groups = [{**group, "params": list(group["params"])} for group in groups]
     sliced = slice_groups([flat for unit in zero.units for flat in unit.flats], groups)
-    offload = Offload(zero, probe_states(cls, sliced, options), directory)
-    optimizer = zero.optimizer(cls, groups, elementwise=elementwise, **options)
+    return attach_offloaded(zero, cls(sliced, **options), directory)
+
+
+def attach_offloaded(zero: Zero, optimizer: Optimizer, directory: str | Path | None = None) -> Optimizer:
+    """The same for an optimizer that was made on slices of `zero`, instead of `zero.attach(optimizer)`."""
+    offload = Offload(zero, probe_states(optimizer), directory)
+    zero.attach(optimizer)
+    for piece, states in optimizer.state.items():  # Adagrad makes them in its constructor, where the slices were
+        states |= {name: value.to(piece.device) for name, value in states.items() if isinstance(value, Tensor)}
     offload.settle(optimizer)
     optimizer.register_load_state_dict_post_hook(offload.settle)
     step = Optimizer.profile_hook_step(lambda optimizer, *_: offload.step(optimizer))  # calls the hooks, once
