@@ -25,7 +25,8 @@ from minizero.sharding import FlatParameters
 class Spares:
     """Buffers that one unit's reduction has left and the next one's can use, instead of asking for new memory.
 
-    `clear()` at the end of backward returns them: between steps nothing is kept.
+    A reduction needs two. When more come back, as from units that all waited for the step, those are freed at once.
+    `clear()` at the end returns the rest: between steps nothing is kept.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,9 @@ class Spares:
     def give(self, buffers: Sequence[Tensor]) -> None:
         """Keep `buffers` for the next `take`; nobody reads them any more."""
         for buffer in buffers:
-            self._buffers.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+            kept = self._buffers.setdefault((buffer.shape, buffer.dtype), [])
+            if len(kept) < 2:
+                kept.append(buffer)
 
     def clear(self) -> None:
         """Free all of them."""
@@ -78,7 +81,7 @@ class Bucket(NotCopied):
         if index in self._collected and self._gradients.itemsize < 4:
             self._gradients = self._gradients.float()  # in bf16, 256 + 1 is 256
         part = self._gradients[layout.offsets[index] : layout.offsets[index + 1]].view(gradient.shape)
-        if index in self._collected:  # reentrant checkpointing hands over one gradient for each use
+        if index in self._collected:  # by an earlier backward, or for another use: reentrant checkpointing has several
             part += gradient
         else:
             part.copy_(gradient)
@@ -122,10 +125,11 @@ class Reducer(NotCopied):
     """Launches the units' reductions in the reverse order of `units`, whatever order this rank's graph has.
 
     Collectives match by order. A rank whose batch skips a branch completes its buckets in another order, or not at
-    all, so a complete unit waits for those before it, and the end of backward launches the rest. With `in_backward`
-    False (stage 1) gradients stay on the parameters until `reduce_all`. `begin_backward` is called for each gradient
-    that autograd has, and says whether this is a backward inside another. `release` is called when a unit's gradients
-    are all here: backward needs its parameters no more.
+    all, so a complete unit waits for those before it, and the end of backward launches the rest. While `holds` is set
+    nothing is launched, and the gradients of one backward after another add up in the buckets; so it is from the start
+    with `in_backward` False (stage 1). `begin_backward` is called for each gradient that autograd has, and says whether
+    this is a backward inside another. `release` is called when a unit's gradients are all here: backward needs its
+    parameters no more.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class Reducer(NotCopied):
         begin_backward: Callable[[], bool],
         release: Callable[[Unit], None],
     ) -> None:
-        self._group, self._replicas, self._in_backward = group, replicas, in_backward
+        self._group, self._replicas, self.holds = group, replicas, not in_backward
         self._begin_backward, self._release = begin_backward, release
         self._order = [unit for unit in reversed(units) if unit.is_trained]
         self._spares = Spares()
@@ -167,10 +171,6 @@ class Reducer(NotCopied):
                 "returned changed in place? Return a tensor of its own"
             )
         buckets = self._buckets[unit]
-        if not self._in_backward:
-            if buckets[b].flat.full.itemsize < 4:  # autograd would add the next backward's in low precision
-                buckets[b].collect(index)
-            return
         buckets[b].collect(index)
         unit.is_in_parts |= is_nested and not unit.is_recomputed
         if unit.is_in_parts or any(bucket.missing for bucket in buckets):
@@ -179,7 +179,7 @@ class Reducer(NotCopied):
             bucket.expect_all()
         unit.awaits_gradients, unit.has_all_gradients = False, True
         self._release(unit)
-        if unit.calls < 2 or not unit.is_recomputed:  # else more follow: one reduction, at the end of backward
+        if not self.holds and (unit.calls < 2 or not unit.is_recomputed):  # else more follow, and one reduction
             self._complete.add(unit)
             self._launch_complete()
 
@@ -201,9 +201,17 @@ class Reducer(NotCopied):
             for bucket in self._buckets[unit]:
                 bucket.land(self._divisor, self._replicas)
 
-    @torch.no_grad()
     def finish(self) -> None:
-        """End of backward: launch the rest in order, and what came after a launch; land everything."""
+        """End of backward: reduce what is left, or, while gradients are held back, expect all of them again."""
+        if self.holds:
+            for bucket in self._all_buckets():
+                bucket.expect_all()
+        else:
+            self.reduce_all()
+
+    @torch.no_grad()
+    def reduce_all(self) -> None:
+        """Launch in order what backward has not, and what came after a launch; land everything."""
         for unit in self._order[self._launched :]:
             self._launch(unit)
         for unit in self._order:
@@ -215,25 +223,22 @@ class Reducer(NotCopied):
         self._launched = 0
         self._spares.clear()
 
-    @torch.no_grad()
-    def reduce_all(self) -> None:
-        """Collect and reduce every gradient that autograd has left on the parameters (stage 1, at the step)."""
-        for buckets in self._buckets.values():
-            for bucket in buckets:
-                for index in range(len(bucket.flat.leaves)):
-                    bucket.collect(index)
-        self.finish()
+    def waiting(self) -> list[Tensor]:
+        """The gradients in the buckets, which no rank has reduced yet: flat, padded_numel elements each."""
+        return [bucket._gradients for bucket in self._all_buckets() if bucket._gradients is not None]
 
     def drop(self) -> None:
         """Forget every gradient that has not become a shard: those in buckets and those on the parameters."""
         self._flying.clear()
         self._complete.clear()
         self._launched = 0
-        for buckets in self._buckets.values():
-            for bucket in buckets:
-                bucket.drop()
-                for leaf in bucket.flat.leaves:
-                    leaf.grad = None
+        for bucket in self._all_buckets():
+            bucket.drop()
+            for leaf in bucket.flat.leaves:
+                leaf.grad = None
+
+    def _all_buckets(self) -> Iterator[Bucket]:
+        return (bucket for buckets in self._buckets.values() for bucket in buckets)
 
 
 def _hear(reducer: ref[Reducer], u: int, b: int, index: int, leaf: Tensor) -> None:

@@ -106,8 +106,9 @@ class Replicated:
     Parameters and buffers start as rank 0's. After `backward()`, `p.grad` of every trained parameter is the mean over
     the ranks, so every torch optimizer and `clip_grad_norm_` work as on one rank. A parameter counts as zero on a rank
     that did not use it; if no rank did, its gradient is zeros and not None, as in the sharded stages. Buckets go out in
-    one order on all ranks, whatever order a rank's graph has; each rank's backward must reach a trained parameter. The
-    partial gradients that a backward leaves when it raises are forgotten at the next forward.
+    one order on all ranks, whatever order a rank's graph has; each rank's backward must reach a trained parameter. What
+    a backward leaves when it raises is forgotten at the next forward. While `holds` is set nothing is sent: gradients
+    add up on their rank until a backward without it.
 
     Args:
         model: any module, the same on all ranks, with its values (not on the meta device).
@@ -130,9 +131,12 @@ class Replicated:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes!r}")
         check_model(model)
-        self.model, self.overlap, self.group = model, overlap, group
+        self.model, self.overlap, self.group, self.holds = model, overlap, group, False
+        self.has_held = False  # some of the gradients on the parameters: they differ from rank to rank
         self.buckets = make_buckets(((n, p) for n, p in model.named_parameters() if p.requires_grad), bucket_bytes)
-        check_agreement([f"bucket_bytes={bucket_bytes}", *_describe(model)], group)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        described = [f"{n!r}: {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for n, t in tensors]
+        check_agreement([f"bucket_bytes={bucket_bytes}", *described], group)
         take_from_rank_0(model, group)
         self._known = self._identities()
         self._reset()
@@ -154,13 +158,14 @@ class Replicated:
 
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        changed = sorted({name for name, _ in self._known.items() ^ self._identities().items()})
-        if changed:
+        if changed := sorted({name for name, _ in self._known.items() ^ self._identities().items()}):
             raise RuntimeError(
                 f"parameter {changed[0]!r} was added, removed, replaced, cast, frozen or unfrozen since the model is "
                 "replicated, and its gradient would not be averaged: change the model before"
             )
         if self._end is not None and self._end() is None:  # the engine dropped the callback: a backward raised
+            if self.has_held and any(p.grad is not None and p.grad.any() for p in self.model.parameters()):
+                raise RuntimeError("a backward raised, the gradients held back are incomplete: call zero_grad() first")
             self._reset()
             self.model.zero_grad()
 
@@ -168,14 +173,16 @@ class Replicated:
     def _on_gradient(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
         if self._end is None or self._end() is None:
             self._begin_backward()
-        bucket.missing.discard(name)
+        if not self.holds:
+            bucket.missing.discard(name)
         while self.overlap and self._launched < len(self.buckets) and not self.buckets[self._launched].missing:
             self.buckets[self._launched].launch(self.group)
             self._launched += 1
 
     def _begin_backward(self) -> None:
         self._reset()
-        end = partial(self._end_backward)  # kept alive by the engine alone, until backward ends or raises
+        self.has_held |= self.holds
+        end = partial(self._reset if self.holds else self._end_backward)  # the engine's, until backward ends or raises
         Variable._execution_engine.queue_callback(end)
         self._end = weakref.ref(end)
 
@@ -191,6 +198,7 @@ class Replicated:
         for bucket in late:
             bucket.land()
         self._reset()
+        self.has_held = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicated:
         return self  # the copy of a model is a plain model: its parameters have no hooks
@@ -207,19 +215,13 @@ def _hear(replicated: weakref.ref[Replicated], b: int, name: str, parameter: Ten
 def check_model(model: nn.Module) -> None:
     """Raise ValueError, naming the parameter, unless the model is whole here and nothing else reduces its gradients."""
     for name, parameter in model.named_parameters():
-        # marks of minizero.Replicated, of minizero.Zero (two), and of torch's DTensor
-        for mark in ("is_replicated_by_minizero", "is_sharded_by_minizero", "home", "device_mesh"):
+        for mark in ("is_replicated_by_minizero", "is_sharded_by_minizero", "home", "device_mesh"):  # torch's: DTensor
             if hasattr(parameter, mark):
                 raise ValueError(f"parameter {name!r} is replicated or sharded already: that can be done once only")
         if parameter.is_meta or isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no values yet (meta device, or lazy)")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no parameter that requires a gradient")
-
-
-def _describe(model: nn.Module) -> list[str]:
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [f"{name!r}: {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for name, t in tensors]
 
 
 def check_agreement(mine: list[str], group: ProcessGroup | None) -> None:

@@ -95,29 +95,32 @@ class Zero(NotCopied):
         """Called by whoever first hears of a backward; True if it runs inside another (reentrant checkpointing)."""
         current: int = torch._C._current_graph_task_id()
         if self._backward is None:
+            self._check_complete()  # other ranks may have more gradients than this one: better nobody goes on
             self._backward, self._has_unreduced = current, True
             Variable._execution_engine.queue_callback(self._end_backward)
         return current != self._backward
 
     def _end_backward(self) -> None:
-        if self.stage > 1:
-            self._reducer.finish()
-            self._has_unreduced = False
+        self._reducer.finish()
+        self._has_unreduced = self._reducer.holds
         self._gatherer.forget_backward()
         self._gatherer.reshard_all()
         self._backward = None
 
     def reduce(self) -> None:
-        """See to it that the slices hold the gradients: stage 1 reduces when somebody needs them, at the latest here.
+        """See to it that the slices hold the gradients: what was held back, as always in stage 1, is reduced here.
 
         The step and clipping call it. Call it on all ranks before you read the gradients of the slices yourself.
         """
         self._recover()
-        if self._is_spoiled:
-            raise RuntimeError("the last backward raised and its gradients are incomplete: call zero_grad() first")
+        self._check_complete()
         if self._has_unreduced:
             self._reducer.reduce_all()
             self._has_unreduced = False
+
+    def _check_complete(self) -> None:
+        if self._is_spoiled:
+            raise RuntimeError("the last backward raised and its gradients are incomplete: call zero_grad() first")
 
     def optimizer(
         self,
