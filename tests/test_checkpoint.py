@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import tempfile
 import threading
 import time
 import warnings
@@ -28,9 +29,11 @@ import minizero
 from minizero import checkpoint, files, manifest
 from minizero.files import decode, encode
 from minizero.manifest import CheckpointError, sources, span
+from minizero.offload import offload_optimizer
+from minizero.precision import Precision
 from minizero.sharding import Layout
 
-harness.preload("minizero.checkpoint", "hypothesis")
+harness.preload("minizero.checkpoint", "minizero.offload", "minizero.precision", "hypothesis")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
@@ -612,6 +615,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_on_all_ranks(tmp_
 AT_EXIT = """
 import sys, torch, minizero
 from minizero import checkpoint, snapshot
+import tempfile
 import time
 import warnings
 write = snapshot.write_tensors
@@ -698,3 +702,54 @@ def test_a_rank_that_is_gone_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
         run_ranks(2, a_peer_that_is_gone, tmp_path, timeout=30)
     assert "rank 0 could not save 'y'" in str(failure.value)
     assert (tmp_path / "latest").read_text() == "x\n"
+
+
+# ---- with what other chapters keep elsewhere
+
+
+def elsewhere(stage: int, folder: Path) -> None:
+    """bf16 with fp32 masters; states in host memory, in files, on the device: saved by one, loaded by the others."""
+
+    def begin(where: str, seed: int) -> tuple[Any, Any, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+        model[2].bias.requires_grad_(False)
+        zero = minizero.Zero(model, units=[model[0]], stage=stage, dtypes=Precision(torch.bfloat16))
+        if where == "device":
+            return model, zero, zero.optimizer(torch.optim.AdamW, lr=0.1)
+        directory = tempfile.mkdtemp() if where == "file" else None
+        return model, zero, offload_optimizer(zero, torch.optim.AdamW, lr=0.1, directory=directory)
+
+    def go(model: nn.Module, zero: Any, optimizer: Any) -> dict[str, Any]:
+        for seed in range(2):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            model(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything_of(zero, optimizer)
+
+    places = ("device", "host", "file")
+    for saver in places:
+        one = begin(saver, 0)
+        go(*one)
+        checkpoint.save(folder / "c", saver, one[1], one[2], step=2)
+        saved, then = everything_of(one[1], one[2]), go(*one)
+        for loader in places:
+            other = begin(loader, 1)
+            checkpoint.load(folder / "c", other[1], other[2])
+            assert_same(everything_of(other[1], other[2]), saved)
+            assert_same(go(*other), then)
+            if loader == "file":
+                for piece, places_ in other[2].offload._places.items():
+                    for name, place in places_.items():
+                        assert other[2].state[piece][name].data_ptr() == place.data_ptr()
+        checkpoint.export(folder / "whole", one[1])
+        state = one[1].full_state()
+        if dist.get_rank() == 0:
+            assert_same(safetensors.torch.load_file(folder / "whole"), state)
+            assert state["0.weight"].dtype == torch.float32
+
+
+@STAGES
+def test_low_precision_and_offload_are_interchangeable(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, elsewhere, stage, tmp_path)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,7 @@ class AsyncSaver:
         if error is not None:
             raise error
 
-    def __enter__(self) -> AsyncSaver:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -140,9 +140,11 @@ def load(directory: str | Path, zero: Zero, optimizer: Optimizer | None = None, 
 
 def publish(zero: Zero) -> None:
     """Make the model hold what the slices hold, the frozen ones too; and let no graph from before run its backward."""
-    for flat in (flat for unit in zero.units for flat in unit.flats if flat.aliased):
-        with on_all_ranks("gather the parameters that were loaded"):
-            launch_all_gather(flat.full, flat.shard, zero.group).wait()
+    for flat in (flat for unit in zero.units for flat in unit.flats):
+        flat.refresh()
+        if flat.aliased:
+            with on_all_ranks("gather the parameters that were loaded"):
+                launch_all_gather(flat.full, flat.outgoing(), zero.group).wait()
     mark_changed(zero.units)
 
 
@@ -195,7 +197,7 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
     with ExitStack() as stack:
         ranks.first_does(f"write {path}", begin)
         for flat in flats:
-            whole = gather_to_first(flat, zero.group) if ranks.replica == 0 else flat.shard
+            whole = gather_to_first(flat, zero.group) if ranks.replica == 0 else flat.master
             ranks.first_does(f"write {path}", partial(put_flat, flat, whole))
         ranks.first_does(f"write {path}", put_buffers)
         ranks.first_does(f"complete {path}", stack.close)
@@ -203,7 +205,7 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
 
 def gather_to_first(flat: FlatParameters, group: ProcessGroup | None) -> Tensor:
     """The master values of all ranks, padded, on rank 0; what this rank has, on the others."""
-    shard = flat.shard.to(flat.full.device)
+    shard = flat.master.to(flat.full.device)
     if dist.get_rank(group) != 0:
         dist.gather(shard, group=group, group_dst=0)
         return shard

@@ -73,6 +73,9 @@ class Reading:
             self._check_buffers()
         if self.optimizer is not None:
             self._check_groups(self.optimizer)
+            for name, _ in self.zero.named_slices():
+                if not isinstance(self.rest["states"].get(name), dict):
+                    raise ValueError(f"{path}: no optimizer state of {name!r}")
             if self.ranks.number < len(self.manifest.files):
                 path = self.folder / file_of(self.ranks.number)
                 with naming(path):
@@ -100,7 +103,7 @@ class Reading:
             for name in sorted({*theirs} ^ {*ours}):
                 where = "the optimizer" if name in ours else "the checkpoint"
                 raise ValueError(f"parameter group {number}: {name!r} is in it in {where} only")
-            options = {*self.rest["options"][number]}, {*optimizer.param_groups[number]} - {"params"}
+            options = {*dict(self.rest["options"][number])}, {*optimizer.param_groups[number]} - {"params"}
             for key in sorted((options[0] ^ options[1]) - SCHEDULERS):
                 where = "the optimizer" if key in options[1] else "the checkpoint"
                 raise ValueError(f"parameter group {number}: option {key!r} is in {where} only: is it another class?")
@@ -125,6 +128,8 @@ class Reading:
         if self.optimizer is not None:
             for ours, theirs in zip(self.optimizer.param_groups, self.rest["options"], strict=True):
                 ours.update(theirs)  # the dict stays: schedulers hold it
+            for hook in self.optimizer._optimizer_load_state_dict_post_hooks.values():
+                hook(self.optimizer)
         if self.random is not None:
             set_random_states(self.random)
 
@@ -159,6 +164,7 @@ def read_rest(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         # copies: what the library returns keeps the file open, and changes with it
         tensors = {n: file.get_tensor(n).clone() for n in file.keys() if n.startswith(("buffer/", "rest/"))}  # noqa: SIM118
         rest = decode(json.loads(file.metadata()["minizero"]), tensors)
-    if not isinstance(rest, dict) or rest.keys() != {"extra", "random", "states", "options"}:
+    kinds = {key: type(value) for key, value in rest.items() if key != "extra"}
+    if "extra" not in rest or kinds != {"random": dict, "states": dict, "options": list}:
         raise ValueError("the metadata are not minizero's")
     return tensors, rest

@@ -147,11 +147,15 @@ class Snapshot:
             raise RuntimeError(f"{where}, the slices do not hold all there is: save after the step")
         self.tensors |= {f"buffer/{n}": b.detach() for n, b in persistent_buffers(zero.model).items()}
         states: dict[str, Any] = {}  # of the optimizer: what is not cut
+        groups = optimizer.param_groups if optimizer is not None else []
+        updated = {id(piece) for group in groups for piece in group["params"]}
         flats = []
         for unit, flat in [(u, flat) for u in zero.units for flat in u.flats]:
             saved = []
+            if flat.aliased and flat.shard is not flat.master:
+                flat.take_shard()  # what was changed in place since the last step
             for i, (name, piece) in enumerate(zip(flat.names, flat.slices, strict=True)):
-                cut = cut_tensors(flat, i, optimizer)
+                cut = cut_tensors(flat, i, optimizer if id(piece) in updated else None)
                 if ranks.replica == 0:
                     self.tensors |= {f"{kind}/{name}": value for kind, value in cut.items()}
                 state = optimizer.state.get(piece, {}) if optimizer is not None else {}
@@ -159,7 +163,6 @@ class Snapshot:
                 dtypes = {kind: dtype_name(value.dtype) for kind, value in cut.items()}
                 saved.append({"name": name, "shape": list(flat.layout.shapes[i]), "dtypes": dtypes})
             flats.append({"unit": unit.name, "requires_grad": flat.requires_grad, "parameters": saved})
-        groups = optimizer.param_groups if optimizer is not None else []
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         rest = {"extra": extra, "random": get_random_states(), "states": states, "options": options}
         self.metadata = {"minizero": json.dumps(encode(rest, "rest", self.tensors))}
