@@ -6,6 +6,12 @@
 
 All stages, and all numbers of ranks that divide the batch, see the same sequences in the same steps and give the same
 losses up to rounding. Rank 0 shows the progress and writes loss.csv and loss.svg into the output folder.
+
+With --save, checkpoints are written in the background; the same command with --resume goes on from the last one,
+also with another number of ranks or in another stage:
+
+    torchrun --nproc_per_node 4 scripts/train.py --save runs/checkpoints --every 20
+    torchrun --nproc_per_node 2 scripts/train.py --save runs/checkpoints --every 20 --resume
 """
 
 from __future__ import annotations
@@ -34,8 +40,11 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import minizero
-from minizero import GPT, GPTConfig
+from minizero import GPT, GPTConfig, checkpoint
+from minizero.checkpoint import AsyncSaver
 from minizero.data import Batches, Corpus, decode, load_corpus
+from minizero.manifest import read_latest
+from minizero.snapshot import Ranks
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 HELD_OUT_BATCHES = 8  # the held-out loss is over at most so many global batches, the same ones before and after
@@ -80,6 +89,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="a text file; default: Python's standard library")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order, default 0")
     parser.add_argument("--out", type=Path, help="output folder, default runs/stageN")
+    add_saving(parser)
     parser.add_argument("--timeout", type=real, default=300.0, help="seconds a collective may wait, default 300")
     parser.add_argument(
         "--local_rank", type=int, help=argparse.SUPPRESS
@@ -96,6 +106,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             )
         if options.warmup < 0:
             raise ValueError(f"--warmup must not be negative, got {options.warmup}")
+        if (options.every or options.resume) and not options.save:
+            raise ValueError("--every and --resume need --save FOLDER")
+        if options.save and options.stage == 0:
+            raise ValueError("--save is for stages 1 to 3: in stage 0 torch.save on one rank does it")
         options.out.mkdir(parents=True, exist_ok=True)
         options.corpus = load_corpus(options.text, context=options.context)
         batch, place = options.batch // WORLD, {"rank": RANK, "world": WORLD, "seed": options.seed}
@@ -104,6 +118,18 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return options
+
+
+def add_saving(parser: argparse.ArgumentParser) -> None:
+    """The options of checkpoints."""
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write checkpoints here (stages 1 to 3)")
+    parser.add_argument(
+        "--every", type=positive(int), metavar="STEPS", help="between checkpoints; default: only at the end"
+    )
+    parser.add_argument("--keep", type=positive(int), default=2, help="how many checkpoints stay, default 2")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in --save, if there is one"
+    )
 
 
 def check_same_text(corpus: Corpus) -> None:
@@ -124,12 +150,14 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     update: Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]  # a step on a batch: this rank's loss, the norm
     whole: Callable[[], AbstractContextManager[None]]  # inside, this rank has all parameters
+    zero: minizero.Zero | None = None  # None in stage 0
 
 
 def distribute(options: argparse.Namespace, device: torch.device) -> Trainee:
     """The same weights in every stage: drawn from the seed in one order."""
     torch.manual_seed(options.seed)
     whole: Callable[[], AbstractContextManager[None]] = nullcontext
+    zero = None
     if options.stage == 0:
         with device:
             model = GPT(options.config)
@@ -151,7 +179,7 @@ def distribute(options: argparse.Namespace, device: torch.device) -> Trainee:
         optimizer.zero_grad()
         return loss.item(), norm
 
-    return Trainee(model, optimizer, update, whole)
+    return Trainee(model, optimizer, update, whole, zero)
 
 
 def say(text: str) -> None:
@@ -220,17 +248,55 @@ class StopRequest:
         os.close(reader)
 
 
+class Checkpoints:
+    """What --save, --every, --keep and --resume do; nothing without --save."""
+
+    def __init__(self, trainee: Trainee, options: argparse.Namespace) -> None:
+        self.trainee, self.options, self.saved = trainee, options, 0
+        self.saver = AsyncSaver(options.save, options.keep) if options.save else None
+        self.run = {name: getattr(options, name) for name in ("batch", "context", "seed")}
+        self.run["text"] = options.corpus.fingerprint
+
+    def resume(self) -> dict[str, list[float]]:
+        """The losses so far: of each step, and on the held-out text. Raises ValueError for another run's checkpoint."""
+        empty: dict[str, list[float]] = {"losses": [], "held_out": []}
+        if not self.options.resume:
+            return empty
+        if not Ranks(self.trainee.zero).first_does("look for a checkpoint", lambda: read_latest(self.options.save)):
+            say(f"no checkpoint in {self.options.save}: starting from the beginning")
+            return empty
+        loaded = checkpoint.load(self.options.save, self.trainee.zero, self.trainee.optimizer)
+        for name, value in self.run.items():
+            if loaded.extra["run"][name] != value:
+                raise ValueError(f"{loaded.tag} is of a run with another {name}: its data would not go on from there")
+        self.saved = loaded.step
+        say(f"resumed after step {loaded.step}")
+        return loaded.extra["losses"]
+
+    def save(self, losses: dict[str, list[float]], is_last: bool = False) -> None:
+        """After a step: begin to write a checkpoint if it is time, and wait for the end of it if that was the last."""
+        step, every = len(losses["losses"]), self.options.every or math.inf
+        if self.saver and (is_last or step % every == 0) and step > self.saved:
+            extra = {"run": self.run, "losses": losses}
+            tag = f"step-{step:06}"
+            self.saver.save(tag, self.trainee.zero, self.trainee.optimizer, step=step, extra=extra)
+            self.saved = step
+        if self.saver and is_last:
+            self.saver.wait()
+
+
 class Log:
     """On rank 0: a progress bar, and a row for each step in `file`, written at once; nothing on other ranks."""
 
     columns = ("step", "loss", "gradient_norm", "learning_rate", "tokens_per_second", "peak_memory_mib")
 
-    def __init__(self, file: Path, steps: int) -> None:
-        self.losses: list[float] = []
-        self._bar = tqdm(total=steps, unit="step", disable=RANK != 0)
+    def __init__(self, file: Path, steps: int, losses: list[float]) -> None:
+        self.losses = losses
+        self._bar = tqdm(total=steps, initial=len(losses), unit="step", disable=RANK != 0)
+        rows = file.read_text().splitlines()[1 : len(losses) + 1] if RANK == 0 and losses and file.exists() else []
         self._file = file.open("w", newline="") if RANK == 0 else None
         if self._file:
-            csv.writer(self._file).writerow(self.columns)
+            self._file.write("\r\n".join([",".join(self.columns), *rows, ""]))
 
     def add(self, loss: float, norm: float, lr: float, speed: float, memory: float) -> None:
         self.losses.append(loss)
@@ -262,10 +328,12 @@ def peak_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
-def train(trainee: Trainee, options: argparse.Namespace, device: torch.device, log: Log) -> int:
-    """All steps, or fewer if a signal comes to any rank; returns the signal, or 0."""
+def train(
+    trainee: Trainee, options: argparse.Namespace, device: torch.device, log: Log, after_step: Callable[[], None]
+) -> int:
+    """All steps that are left, or fewer if a signal comes to any rank; returns the signal, or 0."""
     with StopRequest() as stop:
-        for step in range(options.steps):
+        for step in range(len(log.losses), options.steps):
             start, lr = time.perf_counter(), learning_rate(step, options)
             for group in trainee.optimizer.param_groups:
                 group["lr"] = lr
@@ -275,6 +343,7 @@ def train(trainee: Trainee, options: argparse.Namespace, device: torch.device, l
             mean_loss, stops = over_ranks([loss, float(stop.signal > 0)], device)
             speed = options.batch * options.context / (time.perf_counter() - start)
             log.add(mean_loss, norm, lr, speed, peak_mib(device))
+            after_step()
             if stops:
                 return stop.signal or signal.SIGTERM
     return 0
@@ -305,10 +374,13 @@ def run(options: argparse.Namespace) -> int:
     parameters = sum(p.numel() for p in trainee.model.parameters())
     say(f"stage {options.stage} on {WORLD} {device.type} rank(s), {parameters:,} parameters, {options.corpus.name}")
 
-    held_out = [held_out_loss(trainee, options.held_out, device)]
-    log = Log(options.out / "loss.csv", options.steps)
+    checkpoints = Checkpoints(trainee, options)
+    losses = checkpoints.resume()
+    held_out = losses["held_out"] = losses["held_out"] or [held_out_loss(trainee, options.held_out, device)]
+    log = Log(options.out / "loss.csv", options.steps, losses["losses"])
     try:
-        stopped_by = train(trainee, options, device, log)
+        stopped_by = train(trainee, options, device, log, lambda: checkpoints.save(losses))
+        checkpoints.save(losses, is_last=True)
     finally:
         log.close()
     if not stopped_by:

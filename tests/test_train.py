@@ -58,6 +58,10 @@ def at(self, step, original=Batches.at):
 Batches.at = at
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
+# The same, but there rank 1 is killed.
+KILLED = BROKEN.replace("step == 10", "step == 15").replace(
+    'raise OSError("the disk of rank 1 is gone")', "import os; os.kill(os.getpid(), 9)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +215,10 @@ def test_the_figure_shows_every_step_and_both_held_out_losses(tmp_path: Path) ->
         ("--text {text} --context 40001", "numbers.txt is too short"),
         ("--text {text} --batch 400 --context 16", "but one global batch needs 400: 2 ranks with batch 200"),
         ("--out {text}", "File exists"),
+        ("--every 5", "--every and --resume need --save FOLDER"),
+        ("--resume", "--every and --resume need --save FOLDER"),
+        ("--save {text}.d --stage 0", "--save is for stages 1 to 3"),
+        ("--save {text}.d --every 0", "argument --every: must be positive, got 0"),
         ("--step 5", "unrecognized arguments: --step 5"),
     ],
 )
@@ -333,3 +341,41 @@ def signals_before_and_after() -> None:
 
 def test_without_a_signal_nothing_is_left_behind() -> None:
     run_ranks(1, signals_before_and_after)
+
+
+# ---- going on ----------------------------------------------------------------------------------------------------
+
+
+def run_alone(*options: str | Path) -> str:
+    with started(sys.executable, SCRIPT, *SIZES, *options) as process:
+        output, _ = process.communicate(timeout=250)
+        assert process.returncode == 0, output
+    return output
+
+
+def test_a_killed_run_goes_on_with_other_ranks_in_another_stage_as_if_unbroken(text: Path, tmp_path: Path) -> None:
+    options = ["--text", text, "--steps", "40", "--save", tmp_path / "saved", "--every", "4", "--out", tmp_path]
+    (tmp_path / "killed.py").write_text(KILLED)
+    with started(*torchrun(2), tmp_path / "killed.py", SCRIPT, *SIZES, *options, "--resume") as process:
+        assert process.wait(250) != 0
+        assert "starting from the beginning" in process.stdout.read()
+    assert len(rows(tmp_path)) == 15
+    output = run_alone(*options, "--resume", "--stage", "1")
+    step = int(re.search(r"resumed after step (\d+)", output)[1])
+    assert step in (8, 12)  # the one of step 12 may not have been complete
+    losses, norms = plain_training(text, 40)
+    assert column(tmp_path, "step").tolist() == list(range(1, 41))
+    assert column(tmp_path, "loss").tolist() == pytest.approx(losses, abs=1e-4)
+    assert column(tmp_path, "gradient_norm").tolist() == pytest.approx(norms, abs=1e-3)
+    assert (tmp_path / "saved" / "latest").read_text() == "step-000040\nstep-000036\n"
+    assert sorted(os.listdir(tmp_path / "saved")) == ["latest", "step-000036", "step-000040"]
+    run_ranks(1, resume_again, options)
+
+
+def resume_again(options: list[str | Path]) -> None:
+    """A finished run has nothing left to do; with another order of the data it would not be the same run."""
+    options = [*SIZES, *map(str, options), "--resume"]
+    assert train.run(train.parse_options(options)) == 0
+    assert len(rows(Path(options[-2]))) == 40
+    with pytest.raises(ValueError, match="step-000040 is of a run with another seed"):
+        train.run(train.parse_options([*options, "--seed", "4"]))
