@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import minizero
-from minizero import GPT
-from minizero.precision import Precision
+from minizero import GPT, checkpoint
 
 DEEPSPEED_FILE = Path(__file__).resolve().parents[1] / "configs" / "zero3.json"
 
@@ -86,26 +86,12 @@ class FSDP2(Method):
 
         mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, **self.policy())
-        return fully_shard(model, mesh=mesh, **self.policy())
-
-    def policy(self) -> dict[str, Any]:
-        """Further arguments of fully_shard."""
-        return {}
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """All-gather each DTensor."""
         return {name: parameter.full_tensor() for name, parameter in super().full_parameters().items()}
-
-
-class FSDP2InBF16(FSDP2):
-    """The same with parameters, activations and the gradients on the wire in bf16."""
-
-    def policy(self) -> dict[str, Any]:
-        """What is computed, and what is sent."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}
 
 
 class DeepSpeed(Method):
@@ -114,14 +100,11 @@ class DeepSpeed(Method):
     The file makes DeepSpeed do what the others do, no more and no less. No gradient clipping (its default is 1.0). One
     block of a width-384 GPT (1.8 million elements) in flight at a time: its default buckets of 5e8 elements would hold
     this model whole, and its persistence threshold would keep the small parameters on all ranks. Its replacement of
-    torch.nn.functional.linear stays off: that would change the other methods in the same process as well. `keys` are
-    added to the file's.
+    torch.nn.functional.linear stays off: that would change the other methods in the same process as well.
     """
 
-    def __init__(
-        self, model: GPT, optimizer_class: OptimizerClass, lr: float, stage: int, micro_batch: int, **keys: Any
-    ) -> None:
-        config = json.loads(DEEPSPEED_FILE.read_text()) | keys
+    def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float, stage: int, micro_batch: int) -> None:
+        config = json.loads(DEEPSPEED_FILE.read_text())
         config["zero_optimization"]["stage"] = stage
         config["train_batch_size"] = micro_batch * dist.get_world_size()
         # a client optimizer: one named in the file would be DeepSpeed's own compiled Adam, and another algorithm
@@ -143,12 +126,10 @@ class DeepSpeed(Method):
         self.network.step()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Stages 1 and 2 hold everything between steps; stage 3 gathers. Of 16-bit parameters, the fp32 masters."""
+        """Stages 1 and 2 hold everything between steps; stage 3 gathers."""
         import deepspeed
 
         named = dict(self.network.module.named_parameters())
-        if self.network.bfloat16_enabled():
-            return {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in named.items()}
         with deepspeed.zero.GatheredParameters(list(named.values()), enabled=self.stage == 3):
             return {name: parameter.detach().clone() for name, parameter in named.items()}
 
@@ -165,16 +146,50 @@ class Replicated(Method):
 class MiniZero(Method):
     """minizero's stages 1 to 3, one unit per block and one for the rest."""
 
-    def __init__(
-        self, model: GPT, optimizer_class: OptimizerClass, lr: float, stage: int, dtypes: Precision | None = None
-    ) -> None:
+    def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float, stage: int) -> None:
         self.network = model
-        self.zero = minizero.Zero(model, units=model.blocks, stage=stage, dtypes=dtypes)
+        self.zero = minizero.Zero(model, units=model.blocks, stage=stage)
         self.optimizer = self.zero.optimizer(optimizer_class, lr=lr)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Whole on rank 0, nothing elsewhere."""
         return self.zero.full_state()
+
+
+class Resumed(MiniZero):
+    """minizero's stage 3, but the first step is stage 1's: that model is saved, and gone when this one loads it."""
+
+    def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float) -> None:
+        super().__init__(model, optimizer_class, lr, stage=1)
+        self.optimizer_class, self.lr, self.is_resumed = optimizer_class, lr, False
+
+    def step(self, x: Tensor, y: Tensor) -> float:
+        """The first one ends with a checkpoint, and with another model in the place of this one."""
+        loss = super().step(x, y)
+        if not self.is_resumed:
+            folder, config = shared_folder(), self.network.config
+            dtype, device = (getattr(next(self.network.parameters()), name) for name in ("dtype", "device"))
+            checkpoint.save(folder, "one", self.zero, self.optimizer, step=1)
+            del self.network, self.zero, self.optimizer
+            super().__init__(GPT(config).to(dtype).to(device), self.optimizer_class, self.lr, stage=3)
+            checkpoint.load(folder, self.zero, self.optimizer)
+            self.is_resumed = True
+            remove_shared(folder)
+        return loss
+
+
+def shared_folder() -> Path:
+    """A new folder for all ranks, where the script was started: /tmp is memory on some machines."""
+    names = [tempfile.mkdtemp(prefix="checkpoints-", dir=".") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return Path(str(names[0])).absolute()
+
+
+def remove_shared(folder: Path) -> None:
+    """Remove it when all ranks are done with it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
 
 
 def builders(micro_batch: int) -> dict[str, Callable[[GPT, OptimizerClass, float], Method]]:
@@ -185,9 +200,5 @@ def builders(micro_batch: int) -> dict[str, Callable[[GPT, OptimizerClass, float
     named["minizero0"] = Replicated
     for stage in (1, 2, 3):
         named[f"minizero{stage}"] = partial(MiniZero, stage=stage)
-    named["fsdp2-bf16"] = FSDP2InBF16
-    for stage in (1, 2, 3):
-        bf16 = {"bf16": {"enabled": True}}
-        named[f"deepspeed{stage}-bf16"] = partial(DeepSpeed, stage=stage, micro_batch=micro_batch, **bf16)
-        named[f"minizero{stage}-bf16"] = partial(MiniZero, stage=stage, dtypes=Precision(torch.bfloat16))
+    named["minizero3-resume"] = Resumed
     return named

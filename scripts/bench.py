@@ -12,6 +12,9 @@ faster without doing less arithmetic; stages 1 to 3 do less, since each rank upd
 
 The losses of all methods are compared while they are timed: exit code 1 if one differs. Beside the table there is one
 line for each pair that matters, `RATIO minizero3/fsdp2 2 0.755`: methods, number of ranks, median ratio.
+
+Then checkpoints are saved and loaded, by the methods that shard parameters and states. `stall` is what a save in the
+background keeps training waiting.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import torch.distributed as dist
 from _launch import RankFailure, launch, prepare_deepspeed
 from _methods import Method, builders
 from _rank import build_model, over_ranks, run_rank
+from _saving import SAVED, time_saving
 from torch import Tensor
 
 from minizero import GPTConfig
@@ -36,6 +40,7 @@ FLOOR, BASE = "floor", "fsdp2"
 METHODS = [FLOOR, "ddp", BASE, "deepspeed1", "deepspeed2", "deepspeed3", *(f"minizero{stage}" for stage in range(4))]
 RATIOS = [("minizero3", BASE), ("minizero3", "deepspeed3"), ("minizero3", FLOOR)]
 
+SAVES = 5  # checkpoints of each method that has sharded ones
 WARM_UP = 3  # rounds not timed: lazy initialisation, and DeepSpeed's tracing of the model
 LEARNING_RATE = 1e-4  # times do not depend on it; a larger one makes losses of equal methods part sooner
 SAME_LOSS = 1e-4  # rounding grows with the steps; a wrong gradient or a missed update shows in the second digit
@@ -61,8 +66,11 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     data = [tuple(tensor.to(device) for tensor in batches.at(step)) for step in range(WARM_UP + arguments.rounds)]
     seconds, losses = time_rounds(methods, data, device)
     check_losses(losses)
+    shards = {name: methods[name] for name in SAVED if name in methods}
+    saving = time_saving(shards, SAVES, device) if shards else {}
     if rank == 0:
         print_table(seconds, world, sum(p.numel() for p in build_model(config, torch.float32, device).parameters()))
+        print_saving(saving, world)
 
 
 def time_rounds(
@@ -112,6 +120,18 @@ def print_table(seconds: dict[str, Tensor], world: int, parameters: int) -> None
     for name, other in RATIOS:
         if name in seconds and other in seconds:
             print(f"RATIO {name}/{other} {world} {quartiles(seconds[name] / seconds[other])[1]:.3f}")
+
+
+def print_saving(seconds: dict[str, Tensor], world: int) -> None:
+    """The same of checkpoints: medians, and ratios within a round. A stall is held against whole saves."""
+    for name, took in seconds.items():
+        low, middle, high = quartiles(1e3 * took)
+        print(f"{name:<16}{middle:8.1f}{f'{low:.1f} - {high:.1f}':>18}")
+    for what, against in (("save", "save"), ("load", "load"), ("stall", "save")):
+        for other in SAVED:
+            mine, theirs = seconds.get(f"{what} minizero3"), seconds.get(f"{against} {other}")
+            if mine is not None and theirs is not None and mine is not theirs:
+                print(f"RATIO {what}-minizero3/{against}-{other} {world} {quartiles(mine / theirs)[1]:.3f}")
 
 
 def quartiles(values: Tensor) -> tuple[float, float, float]:

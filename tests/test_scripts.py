@@ -209,7 +209,7 @@ def test_differences_are_taken_by_name() -> None:
 
 def test_every_method_has_an_adapter() -> None:
     assert set(METHODS) == set(builders(1)) - {"one"}
-    assert set(bench.METHODS) == {"floor", *METHODS}
+    assert {"floor", *METHODS} - set(bench.METHODS) == {"minizero3-resume"}
 
 
 def test_bench_refuses_losses_that_differ() -> None:
@@ -225,11 +225,11 @@ def test_bench_refuses_losses_that_differ() -> None:
 
 
 def test_parity_table_and_json(tmp_path: Path) -> None:
-    methods = ["fsdp2", "deepspeed3", "minizero0", "minizero3", "minizero3-bf16"]
+    methods = ["fsdp2", "deepspeed3", "minizero0", "minizero3"]
     options = [*TINY, "--width", "384", "--steps", "4", "--json", f"{tmp_path}/figures.json", "--methods", *methods]
     answer = run_script("parity.py", *options)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.splitlines()[-1] == "5 passed, 0 failed"
+    assert answer.stdout.splitlines()[-1] == "4 passed, 0 failed"
     rows = {row["method"]: row for row in json.loads((tmp_path / "figures.json").read_text())}
     assert list(rows) == methods
     # Ψ: two embeddings and a head, one block of 12C² + 13C, the last norm
@@ -238,8 +238,6 @@ def test_parity_table_and_json(tmp_path: Path) -> None:
     assert rows["minizero0"]["ledger"] == 2 * 4 * params / 2
     assert rows["minizero3"]["ledger"] == 3 * 4 * params / 2 + 2 * 2 * 8  # two units gathered twice, and called out
     assert 16 * params / 2 <= rows["minizero3"]["state"] < 16 * params / 2 * 1.01
-    assert rows["minizero3-bf16"]["ledger"] == 3 * 2 * params / 2 + 2 * 2 * 8
-    assert 16 * params / 2 <= rows["minizero3-bf16"]["state"] < 16 * params / 2 * 1.01
     assert rows["fsdp2"]["ledger"] > rows["minizero3"]["ledger"]  # gloo's reduce-scatter
 
 
@@ -273,6 +271,9 @@ def test_bench_under_torchrun() -> None:
     answer = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr
     ratios = re.findall(r"^RATIO (\S+) (\d) (\d+\.\d{3})$", answer.stdout, re.MULTILINE)
-    assert [(pair, world) for pair, world, _ in ratios] == [("minizero3/fsdp2", "2"), ("minizero3/floor", "2")]
+    saving = ["save-minizero3/save-fsdp2", "load-minizero3/load-fsdp2"]
+    saving += ["stall-minizero3/save-fsdp2", "stall-minizero3/save-minizero3"]
+    pairs = ["minizero3/fsdp2", "minizero3/floor", *saving]
+    assert [(pair, world) for pair, world, _ in ratios] == [(pair, "2") for pair in pairs]
     assert all(float(ratio) > 0 for _, _, ratio in ratios)
     assert re.search(r"^fsdp2 .* 1\.000 +1\.000 - 1\.000$", answer.stdout, re.MULTILINE)
