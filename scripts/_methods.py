@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import minizero
 from minizero import GPT, checkpoint
+from minizero.precision import Precision
 
 DEEPSPEED_FILE = Path(__file__).resolve().parents[1] / "configs" / "zero3.json"
 
@@ -86,12 +88,26 @@ class FSDP2(Method):
 
         mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
         for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, **self.policy())
+        return fully_shard(model, mesh=mesh, **self.policy())
+
+    def policy(self) -> dict[str, Any]:
+        """Further arguments of fully_shard."""
+        return {}
 
     def full_parameters(self) -> dict[str, Tensor]:
         """All-gather each DTensor."""
         return {name: parameter.full_tensor() for name, parameter in super().full_parameters().items()}
+
+
+class FSDP2InBF16(FSDP2):
+    """The same with parameters, activations and the gradients on the wire in bf16."""
+
+    def policy(self) -> dict[str, Any]:
+        """What is computed, and what is sent."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}
 
 
 class DeepSpeed(Method):
@@ -100,11 +116,14 @@ class DeepSpeed(Method):
     The file makes DeepSpeed do what the others do, no more and no less. No gradient clipping (its default is 1.0). One
     block of a width-384 GPT (1.8 million elements) in flight at a time: its default buckets of 5e8 elements would hold
     this model whole, and its persistence threshold would keep the small parameters on all ranks. Its replacement of
-    torch.nn.functional.linear stays off: that would change the other methods in the same process as well.
+    torch.nn.functional.linear stays off: that would change the other methods in the same process as well. `keys` are
+    added to the file's.
     """
 
-    def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float, stage: int, micro_batch: int) -> None:
-        config = json.loads(DEEPSPEED_FILE.read_text())
+    def __init__(
+        self, model: GPT, optimizer_class: OptimizerClass, lr: float, stage: int, micro_batch: int, **keys: Any
+    ) -> None:
+        config = json.loads(DEEPSPEED_FILE.read_text()) | keys
         config["zero_optimization"]["stage"] = stage
         config["train_batch_size"] = micro_batch * dist.get_world_size()
         # a client optimizer: one named in the file would be DeepSpeed's own compiled Adam, and another algorithm
@@ -126,10 +145,12 @@ class DeepSpeed(Method):
         self.network.step()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Stages 1 and 2 hold everything between steps; stage 3 gathers."""
+        """Stages 1 and 2 hold everything between steps; stage 3 gathers. Of 16-bit parameters, the fp32 masters."""
         import deepspeed
 
         named = dict(self.network.module.named_parameters())
+        if self.network.bfloat16_enabled():
+            return {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in named.items()}
         with deepspeed.zero.GatheredParameters(list(named.values()), enabled=self.stage == 3):
             return {name: parameter.detach().clone() for name, parameter in named.items()}
 
@@ -146,9 +167,11 @@ class Replicated(Method):
 class MiniZero(Method):
     """minizero's stages 1 to 3, one unit per block and one for the rest."""
 
-    def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float, stage: int) -> None:
+    def __init__(
+        self, model: GPT, optimizer_class: OptimizerClass, lr: float, stage: int, dtypes: Precision | None = None
+    ) -> None:
         self.network = model
-        self.zero = minizero.Zero(model, units=model.blocks, stage=stage)
+        self.zero = minizero.Zero(model, units=model.blocks, stage=stage, dtypes=dtypes)
         self.optimizer = self.zero.optimizer(optimizer_class, lr=lr)
 
     def full_parameters(self) -> dict[str, Tensor]:
@@ -200,5 +223,10 @@ def builders(micro_batch: int) -> dict[str, Callable[[GPT, OptimizerClass, float
     named["minizero0"] = Replicated
     for stage in (1, 2, 3):
         named[f"minizero{stage}"] = partial(MiniZero, stage=stage)
+    named["fsdp2-bf16"] = FSDP2InBF16
+    for stage in (1, 2, 3):
+        bf16 = {"bf16": {"enabled": True}}
+        named[f"deepspeed{stage}-bf16"] = partial(DeepSpeed, stage=stage, micro_batch=micro_batch, **bf16)
+        named[f"minizero{stage}-bf16"] = partial(MiniZero, stage=stage, dtypes=Precision(torch.bfloat16))
     named["minizero3-resume"] = Resumed
     return named

@@ -2,6 +2,7 @@
 
 A run trains the same model twice: in fp32 with AdamW, where bytes are counted too, and in float64 with SGD. AdamW does
 not notice a gradient that is a sum where it should be a mean; SGD does, and float64 leaves rounding no room to hide in.
+A run in bf16 has the first training only.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def work(job: Job, device: torch.device) -> None:
     del model  # the method may have another one soon
     fp32, measured = train_and_count(method, data, memory, loopback)
     del method
-    fp64 = train(build(build_model(config, torch.float64, device), torch.optim.SGD, 1e-2), data[:EXACT_STEPS], device)
+    fp64 = None
+    if not job.method.endswith("-bf16"):
+        exact = build(build_model(config, torch.float64, device), torch.optim.SGD, 1e-2)
+        fp64 = train(exact, data[:EXACT_STEPS], device)
     if rank == 0:
         finish(job, fp32, fp64, predicted | measured)
 
@@ -106,16 +110,17 @@ def settled_counter() -> int:
     return counter
 
 
-def finish(job: Job, fp32: Trained, fp64: Trained, result: dict[str, Any]) -> None:
+def finish(job: Job, fp32: Trained, fp64: Trained | None, result: dict[str, Any]) -> None:
     """Rank 0: keep the one process's training for the others to compare with, or compare with it; write the result."""
     if job.method == "one":
-        torch.save((asdict(fp32), asdict(fp64)), job.reference)
+        torch.save([asdict(fp32), asdict(fp64)], job.reference)
     else:
         one32, one64 = (Trained(**saved) for saved in torch.load(job.reference))
         result["loss32"] = loss_difference(fp32, one32)
         result["parameters32"] = float(difference(fp32, one32).norm() / flat(one32).norm())
-        result["loss64"] = loss_difference(fp64, one64)
-        result["parameters64"] = float(difference(fp64, one64).abs().max())
+        if fp64 is not None:
+            result["loss64"] = loss_difference(fp64, one64)
+            result["parameters64"] = float(difference(fp64, one64).abs().max())
     Path(job.result).write_text(json.dumps(result))
 
 
@@ -141,19 +146,23 @@ def theory(job: Job, model: GPT, world: int) -> dict[str, float]:
     """Ψ, and in bytes what a method's stage sends and keeps: by the formulas of chapter 3, and as minizero must do it.
 
     minizero pads each unit to a multiple of the number of ranks. In stage 3 a rank also tells the others, in eight
-    bytes, which unit it gathers, each time it gathers one. Stage 0 has neither.
+    bytes, which unit it gathers, each time it gathers one. Stage 0 has neither. In bf16 minizero's stage 3 keeps fp32
+    masters and no 16-bit shard: the 16 bytes per parameter of fp32. Gradient shards of stages 2 and 3 are fp32.
     """
     stage, params = STAGES.get(job.method, 0), sum(p.numel() for p in model.parameters())
+    itemsize, precision = 4, "fp32"
+    if job.method.endswith("-bf16"):
+        itemsize, precision = 2, {1: "mixed", 2: "mixed-fp32-gradients", 3: "fp32"}[stage]
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     units = [*blocks, params - sum(blocks)]
     padded = params + (padding(units, world) if stage > 0 else 0)
     roll_calls = 2 * len(units) * 8 * (world - 1) if stage == 3 else 0
     return {
         "parameters": params,
-        "wire_theory": (3 if stage == 3 else 2) * ring_bytes("all_gather", 4 * params, world),
-        "wire_expected": (3 if stage == 3 else 2) * ring_bytes("all_gather", 4 * padded, world) + roll_calls,
-        "state_theory": model_states(params, world, stage, "fp32").total,
-        "state_expected": model_states(padded, world, stage, "fp32").total,
+        "wire_theory": (3 if stage == 3 else 2) * ring_bytes("all_gather", itemsize * params, world),
+        "wire_expected": (3 if stage == 3 else 2) * ring_bytes("all_gather", itemsize * padded, world) + roll_calls,
+        "state_theory": model_states(params, world, stage, precision).total,
+        "state_expected": model_states(padded, world, stage, precision).total,
     }
 
 

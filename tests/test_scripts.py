@@ -209,7 +209,7 @@ def test_differences_are_taken_by_name() -> None:
 
 def test_every_method_has_an_adapter() -> None:
     assert set(METHODS) == set(builders(1)) - {"one"}
-    assert {"floor", *METHODS} - set(bench.METHODS) == {"minizero3-resume"}
+    assert set(bench.METHODS) == {"floor", *(method for method in METHODS if "-" not in method)}
 
 
 def test_bench_refuses_losses_that_differ() -> None:
@@ -225,11 +225,11 @@ def test_bench_refuses_losses_that_differ() -> None:
 
 
 def test_parity_table_and_json(tmp_path: Path) -> None:
-    methods = ["fsdp2", "deepspeed3", "minizero0", "minizero3"]
+    methods = ["fsdp2", "deepspeed3", "minizero0", "minizero3", "minizero3-bf16"]
     options = [*TINY, "--width", "384", "--steps", "4", "--json", f"{tmp_path}/figures.json", "--methods", *methods]
     answer = run_script("parity.py", *options)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.splitlines()[-1] == "4 passed, 0 failed"
+    assert answer.stdout.splitlines()[-1] == "5 passed, 0 failed"
     rows = {row["method"]: row for row in json.loads((tmp_path / "figures.json").read_text())}
     assert list(rows) == methods
     # Ψ: two embeddings and a head, one block of 12C² + 13C, the last norm
@@ -238,6 +238,8 @@ def test_parity_table_and_json(tmp_path: Path) -> None:
     assert rows["minizero0"]["ledger"] == 2 * 4 * params / 2
     assert rows["minizero3"]["ledger"] == 3 * 4 * params / 2 + 2 * 2 * 8  # two units gathered twice, and called out
     assert 16 * params / 2 <= rows["minizero3"]["state"] < 16 * params / 2 * 1.01
+    assert rows["minizero3-bf16"]["ledger"] == 3 * 2 * params / 2 + 2 * 2 * 8
+    assert 16 * params / 2 <= rows["minizero3-bf16"]["state"] < 16 * params / 2 * 1.01
     assert rows["fsdp2"]["ledger"] > rows["minizero3"]["ledger"]  # gloo's reduce-scatter
 
 

@@ -6,7 +6,7 @@ the moments and the sum of the gradients stay in fp32. fp16 needs a loss scale b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -104,19 +103,22 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 
 
 @torch.no_grad()
-def all_finite(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> bool:
-    """Whether no element of `tensors` is infinite or NaN on any rank of `group`; the same answer on all of them.
+def gradients_are_finite(zero: Zero) -> bool:
+    """Whether no gradient on any rank is infinite or NaN; the same answer on all ranks, which must all ask.
 
-    Ranks count objections and add them up: a NaN can get lost in a maximum (gloo's MAX), not in a sum of ones.
+    The rule without a loss scale, in bf16 and fp32: who clips gets NonFiniteGradientError on all ranks, who does not
+    asks here, before the step. An optimizer that steps with a NaN keeps it in its moments for ever.
     """
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    zero.reduce()
+    device = "cuda" if dist.get_backend(zero.group) == "nccl" else "cpu"
     objections = torch.zeros((), device=device)
-    for tensor in tensors:
-        if tensor.numel() > 0:  # a rank may own nothing, and has a vote all the same
-            largest = torch.linalg.vector_norm(tensor, torch.inf)
-            objections += (~largest.isfinite()).to(device)
+    for _, piece in zero.named_slices():
+        if piece.grad is not None and piece.numel() > 0:  # a rank may own nothing, and has a vote all the same
+            extremes = torch.stack(torch.aminmax(piece.grad))  # NaN if one element is
+            objections += (~extremes.isfinite()).sum().to(device)
     with on_all_ranks("vote on the gradients"):
-        dist.all_reduce(objections, group=group)
+        # A sum of objections: a NaN itself can get lost in a maximum (gloo's MAX).
+        dist.all_reduce(objections, group=zero.group)
     return not objections.item()
 
 
@@ -177,12 +179,11 @@ class LossScaler:
 
         Returns whether they are. If not, nothing was divided: skip clipping and the step, and zero the gradients.
         """
-        zero.reduce()
-        gradients = [piece.grad for _, piece in zero.named_slices() if piece.grad is not None]
-        if not all_finite(gradients, zero.group):
+        if not gradients_are_finite(zero):
             return False
-        for gradient in gradients:
-            gradient /= self.scale
+        for _, piece in zero.named_slices():
+            if piece.grad is not None:
+                piece.grad /= self.scale
         return True
 
     def update(self, finite: bool) -> None:
