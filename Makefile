@@ -9,7 +9,7 @@ SHELL_SCRIPTS = $(wildcard .ci/* docker/*.sh scripts/*.sh slurm/*)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two cores, and the site is built from what the tests executed
-.PHONY: help setup book test test-code test-notebooks site lab sync twins push format lint exercises parity bench strip clean distclean
+.PHONY: help setup book test test-code test-notebooks site lab sync twins push format lint exercises parity bench container strip clean distclean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 24
@@ -78,6 +78,12 @@ parity: $(READY)  ## compare with one process, DDP, FSDP2 and DeepSpeed on 2 and
 
 bench: $(READY)   ## step times beside FSDP2, DeepSpeed and no communication at all
 	$(BIN)/python scripts/bench.py
+
+# the GPU image where there is an NVIDIA driver; it writes into this checkout, so under your ids, and root's become 1000
+PROFILE ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
+container:        ## build the image and start JupyterLab in it (needs Docker); PROFILE=cuda or cpu
+	MINIZERO_USER=$$(id -u | sed 's/^0$$/1000/'):$$(id -g | sed 's/^0$$/1000/') \
+		docker compose --file docker/compose.yaml --profile $(PROFILE) up --build
 
 clean:            ## remove what the other targets built
 	rm -rf _build _executed build .pytest_cache .ruff_cache .mypy_cache .hypothesis
