@@ -1,4 +1,4 @@
-"""collectives.py: the rings against torch's own collectives, the true reduce-scatter, and the roll call."""
+"""collectives.py: the rings against torch's own collectives, and the true reduce-scatter."""
 
 import os
 
@@ -9,7 +9,6 @@ from harness import RankFailure, run_ranks
 
 from minizero.collectives import (
     ReduceScatter,
-    RollCall,
     init_distributed,
     launch_all_gather,
     ring_all_gather,
@@ -97,21 +96,6 @@ def _low_precision() -> list[float]:
 
 def test_reduce_scatter_sums_bfloat16_in_fp32() -> None:
     assert run_ranks(4, _low_precision) == [[1.0 + 3 * 2.0**-8]] * 4
-
-
-def _disagree(same: bool) -> None:
-    roll_call = RollCall(["a", "b"], None)
-    check = roll_call.call(0 if same else dist.get_rank())
-    if same:
-        check()
-        return
-    with pytest.raises(RuntimeError, match=r"different units \(rank 0: 'a', rank 1: 'b'\)"):
-        check()
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_roll_call_names_the_units_on_both_ranks(same: bool) -> None:
-    run_ranks(2, _disagree, same)
 
 
 def _timeout() -> float:

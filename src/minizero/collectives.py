@@ -1,6 +1,6 @@
 """Chapter 04, communication: what N ranks must say to each other, and how many bytes that takes.
 
-Ring algorithms from send and receive, the two collectives that ZeRO is made of, and a check that ranks keep the order.
+Ring algorithms from send and receive, and the two collectives that ZeRO is made of.
 N is the number of ranks in the group. `group=None` is torch's default process group.
 """
 
@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -118,22 +117,26 @@ def _check_full_and_shard(full: Tensor, shard: Tensor, group: ProcessGroup | Non
 
 # ---- what ZeRO calls: the backend's own collectives, and a reduce-scatter that is one everywhere -----------------
 
-ALL_GATHER_TAG = 1  # on the messages of an all-gather: a ledger tells them from other sends by it
+# A tag keeps apart what is on the way at the same time, and tells a ledger what a message is part of.
+ALL_GATHER_TAG, ALL_TO_ALL_TAG, ROLL_CALL_TAG = 1, 2, 3
 
 
 class Exchange:
-    """An all-gather without a middleman: each rank sends its `shard` to every other, straight into place in `full`."""
+    """Messages without a middleman: `outgoing[r]` goes to rank r, and what rank r sends here lands in `incoming[r]`.
 
-    def __init__(self, full: Tensor, shard: Tensor, group: ProcessGroup | None) -> None:
+    Both have one tensor for each rank of the group; those of this rank itself are left alone.
+    """
+
+    def __init__(
+        self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor], group: ProcessGroup | None, tag: int
+    ) -> None:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        places, others = full.view(world, -1), [(rank + step) % world for step in range(1, world)]
-        self._works = [dist.irecv(places[r], group=group, tag=ALL_GATHER_TAG, group_src=r) for r in others]
-        self._works += [dist.isend(shard, group=group, tag=ALL_GATHER_TAG, group_dst=r) for r in others]
-        if places[rank].data_ptr() != shard.data_ptr():
-            places[rank].copy_(shard)
+        others = [(rank + step) % world for step in range(1, world)]
+        self._works = [dist.irecv(incoming[r], group=group, tag=tag, group_src=r) for r in others]
+        self._works += [dist.isend(outgoing[r], group=group, tag=tag, group_dst=r) for r in others]
 
     def wait(self) -> None:
-        """Block until the shards of all ranks are here and this rank's have left; again, return at once."""
+        """Block until all messages are here and this rank's have left; again, return at once."""
         while self._works:
             self._works.pop().wait()  # type: ignore[union-attr]  # None is for ranks outside the group
 
@@ -143,13 +146,17 @@ def launch_all_gather(full: Tensor, shard: Tensor, group: ProcessGroup | None = 
 
     On CUDA the collective runs on NCCL's own stream, after what the current stream has queued, and `wait()` makes the
     current stream wait for it. On the CPU the ranks exchange their shards: gloo's own all-gather fills a buffer and
-    then copies it. `shard` must not change before the end; it may be this rank's part of `full`.
+    then copies it. `shard` may be this rank's part of `full`; else it is copied there first, in the dtype of `full`.
     """
     _check_full_and_shard(full, shard, group)
     with torch.no_grad():
+        places = full.view(dist.get_world_size(group), -1).unbind()
+        mine = places[dist.get_rank(group)]
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
         if full.device.type == "cpu":
-            return Exchange(full, shard, group)
-        work: Work = _all_gather(full, shard, group=group, async_op=True)
+            return Exchange(places, [mine] * len(places), group, ALL_GATHER_TAG)
+        work: Work = _all_gather(full, mine, group=group, async_op=True)
     return work
 
 
@@ -168,16 +175,19 @@ class ReduceScatter:
         group: ProcessGroup | None = None,
         allocate: Callable[[Tensor], Tensor] = torch.empty_like,
     ) -> None:
-        world = dist.get_world_size(group)
+        world, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._exchanges = full.device.type == "cpu" or full.itemsize < 4
         self._received = allocate(full) if self._exchanges else full.new_empty(full.numel() // world)
         self.buffers = [full, self._received] if self._exchanges else [full]
+        self._slices = full.detach().view(world, -1).unbind()
+        self._work: Work | Exchange
         with torch.no_grad():
-            if self._exchanges:
+            if full.device.type == "cpu":
+                self._work = Exchange(self._received.view(world, -1).unbind(), self._slices, group, ALL_TO_ALL_TAG)
+            elif self._exchanges:
                 self._work = dist.all_to_all_single(self._received, full, group=group, async_op=True)
             else:
                 self._work = _reduce_scatter(self._received, full, group=group, async_op=True)
-        self._world = world
 
     def land(self) -> Tensor:
         """The sum over ranks of this rank's slice: n elements, fp32 or fp64."""
@@ -185,8 +195,10 @@ class ReduceScatter:
         if not self._exchanges:
             return self._received
         dtype = torch.promote_types(self._received.dtype, torch.float32)
-        first, *others = self._received.detach().view(self._world, -1)
-        total: Tensor = sum((other.to(dtype) for other in others), first.to(dtype, copy=True))
+        addends = list(self._received.detach().view(len(self._slices), -1))
+        addends[self._rank] = self._slices[self._rank]  # this rank's own, which went nowhere
+        first, *others = addends
+        total: Tensor = sum((other.to(dtype) for other in others), first.to(dtype, copy=not others))
         return total
 
 
@@ -200,46 +212,6 @@ def on_all_ranks(action: str) -> Iterator[None]:
             f"rank {dist.get_rank()} could not {action}: {error}. All ranks of the group must take part, each within "
             "the group's timeout: was this called on one rank only, or did a rank fail?"
         ) from error
-
-
-# ---- agreeing on the order -----------------------------------------------------------------------------------------
-
-
-# One for each group, as long as that lives: a new one for each model would leave threads and sockets behind.
-_roll_call_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-
-
-class RollCall:
-    """Ranks say which unit they gather; a difference raises on every rank, before anyone computes with wrong values.
-
-    Collectives match by their order alone: if rank 0 gathers unit a while rank 1 gathers unit b of the same size, each
-    silently gets half of the other's weights. Eight bytes a rank in a group of their own prevent it.
-    """
-
-    def __init__(self, names: Sequence[str], group: ProcessGroup | None) -> None:
-        self.names, key = names, group or dist.distributed_c10d._get_default_group()
-        if key not in _roll_call_groups:
-            # local synchronization: only this group's ranks take part; other groups can be made at the same time
-            _roll_call_groups[key] = dist.new_group(
-                dist.get_process_group_ranks(group), timeout_of(group), "gloo", use_local_synchronization=True
-            )
-        self._group = _roll_call_groups[key]
-
-    def call(self, index: int) -> Callable[[], None]:
-        """Announce the unit `index`; the function returned waits for the others and compares."""
-        mine, all_ranks = torch.tensor([index]), torch.empty(dist.get_world_size(self._group), dtype=torch.int64)
-        work = _all_gather(all_ranks, mine, group=self._group, async_op=True)
-
-        def check() -> None:
-            work.wait()
-            if (all_ranks != index).any():
-                calls = ", ".join(f"rank {r}: {self.names[i]!r}" for r, i in enumerate(all_ranks.tolist()))
-                raise RuntimeError(
-                    f"ranks gather different units ({calls}). With stage 3 every rank must run the same units in the "
-                    "same order; for loops that differ by rank use `with zero.gathered():`"
-                )
-
-        return check
 
 
 def timeout_of(group: ProcessGroup | None) -> timedelta:

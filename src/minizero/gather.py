@@ -19,9 +19,10 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import ProcessGroup, Work
 from torch.utils.hooks import RemovableHandle
 
-from minizero.collectives import Exchange, RollCall, launch_all_gather, on_all_ranks
+from minizero.collectives import Exchange, launch_all_gather, on_all_ranks
 from minizero.outputs import HINT, is_plain, tensors_in
 from minizero.placeholder import NotCopied
+from minizero.roll_call import RollCall
 from minizero.sharding import FlatParameters
 
 
@@ -87,13 +88,23 @@ class Unit(NotCopied):
             flat.show(flat.leaves)
         self.state = State.FULL
 
+    def _abandon(self) -> None:
+        """Let an all-gather end that nobody wants: it writes into memory that is about to go, and a message that is not
+        received would be taken for the next. What is wrong, if anything is, the next collective says.
+        """
+        with suppress(RuntimeError):
+            if self._check:
+                self._check()
+        while self._works:
+            with suppress(RuntimeError):
+                self._works.pop().wait()
+
     def reshard(self) -> None:
         """Free the full parameters and leave placeholders in the modules; only the shards stay."""
         if self.state == State.SHARDED:
             return
-        while self._works:  # a running all-gather writes into the memory that is about to go
-            with suppress(RuntimeError):  # nobody reads what it brings; the next collective tells what is wrong
-                self._works.pop().wait()
+        if self.state == State.IN_FLIGHT:
+            self._abandon()
         for flat in self.flats:
             flat.show(flat.placeholders)
             flat.free()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minizero.collectives import ALL_GATHER_TAG
+from minizero.collectives import ALL_GATHER_TAG, ALL_TO_ALL_TAG, ROLL_CALL_TAG
 
 
 def ring_bytes(kind: str, nbytes: float, world: int) -> float:
@@ -57,6 +57,8 @@ _OPERATORS: dict[str, tuple[str, int]] = {
     "broadcast_": ("broadcast", 0),
     "send": ("send", 0),
 }
+# What the messages of an Exchange add up to; a roll call is a small all-gather.
+_TAGS = {ALL_GATHER_TAG: "all_gather", ROLL_CALL_TAG: "all_gather", ALL_TO_ALL_TAG: "all_to_all"}
 _FREE = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_"}
 
 
@@ -69,7 +71,7 @@ class Ledger(TorchDispatchMode):
 
     It listens to torch's dispatcher, so DDP, FSDP2 and DeepSpeed are counted like minizero, and nothing is left in the
     code when it is off. gloo's reduce_scatter is booked as what it is on the wire, twice the bytes of a true one;
-    minizero's all-gather on gloo as an all-gather, though it is N - 1 messages, and as many `calls`.
+    minizero's exchanges on gloo as the collectives they make up, though they are N - 1 messages, and as many `calls`.
     A collective the ledger does not know raises NotImplementedError instead of being missed.
     """
 
@@ -98,7 +100,7 @@ class Ledger(TorchDispatchMode):
         kind, index = _OPERATORS[name]
         nbytes = _in_bytes(args[index])
         if kind == "send":
-            kind = "all_gather" if args[3] == ALL_GATHER_TAG else kind
+            kind = _TAGS.get(args[3], kind)
         else:
             boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
             world = ProcessGroup.unbox(boxed).size()

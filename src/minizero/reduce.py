@@ -7,6 +7,7 @@ reduce-scatter; when that lands, this rank has the mean over ranks of its own sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from weakref import ref
 
@@ -59,15 +60,10 @@ class Bucket(NotCopied):
     def __init__(self, flat: FlatParameters, spares: Spares) -> None:
         self.flat, self._spares = flat, spares
         self._gradients: Tensor | None = None
-        self._collected: set[int] = set()
+        self.collected: set[int] = set()  # since the last launch
         self.missing: set[int] = set()  # in this pass over the unit; reentrant checkpointing makes several
-        self._flight: ReduceScatter | None = None
+        self._flights: list[ReduceScatter] = []
         self.expect_all()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was collected since the last launch."""
-        return not self._collected
 
     def collect(self, index: int) -> None:
         """Move the gradient of parameter `index` from the parameter into the bucket, or add it to what is there."""
@@ -78,14 +74,14 @@ class Bucket(NotCopied):
         leaf.grad = None
         if self._gradients is None:
             self._gradients = self._spares.take(self.flat.full, self.flat.wire)
-        if index in self._collected and self._gradients.itemsize < 4:
+        if index in self.collected and self._gradients.itemsize < 4:
             self._gradients = self._gradients.float()  # in bf16, 256 + 1 is 256
         part = self._gradients[layout.offsets[index] : layout.offsets[index + 1]].view(gradient.shape)
-        if index in self._collected:  # by an earlier backward, or for another use: reentrant checkpointing has several
+        if index in self.collected:  # by an earlier backward, or for another use: reentrant checkpointing has several
             part += gradient
         else:
             part.copy_(gradient)
-        self._collected.add(index)
+        self.collected.add(index)
         self.missing.discard(index)
 
     def expect_all(self) -> None:
@@ -98,18 +94,22 @@ class Bucket(NotCopied):
         if self._gradients is None:
             self._gradients = self._spares.take(self.flat.full, self.flat.wire)
         for index in range(len(self.flat.leaves)):
-            if index not in self._collected:
+            if index not in self.collected:
                 self._gradients[layout.offsets[index] : layout.offsets[index + 1]].zero_()
         self._gradients[layout.numel :].zero_()
-        self._flight = ReduceScatter(self._gradients.to(self.flat.wire), group, self._spares.take)
+        self._flights.append(ReduceScatter(self._gradients.to(self.flat.wire), group, self._spares.take))
         self.drop()
+
+    def wait(self) -> Tensor:
+        """Wait for this rank's shard of the sum (shard_numel elements), which then is on its way no more."""
+        flight = self._flights.pop(0)
+        total = flight.land()
+        self._spares.give(flight.buffers)
+        return total
 
     def land(self, divisor: int, replicas: ProcessGroup | None) -> None:
         """Wait for the sum, add it over the replicas, divide, and add the mean to the gradients of the slices."""
-        assert self._flight is not None, "land() follows launch()"
-        total = self._flight.land()
-        self._spares.give(self._flight.buffers)
-        self._flight = None
+        total = self.wait()
         if replicas is not None:
             dist.all_reduce(total, group=replicas)
         self.flat.add_gradient(total.div_(divisor))
@@ -117,7 +117,7 @@ class Bucket(NotCopied):
     def drop(self) -> None:
         """Forget what was collected."""
         self._gradients = None
-        self._collected.clear()
+        self.collected.clear()
         self.expect_all()
 
 
@@ -215,7 +215,7 @@ class Reducer(NotCopied):
         for unit in self._order[self._launched :]:
             self._launch(unit)
         for unit in self._order:
-            if any(not bucket.is_empty for bucket in self._buckets[unit]):
+            if any(bucket.collected for bucket in self._buckets[unit]):
                 self._launch(unit)
         while self._flying:
             self._land_first()
@@ -229,6 +229,9 @@ class Reducer(NotCopied):
 
     def drop(self) -> None:
         """Forget every gradient that has not become a shard: those in buckets and those on the parameters."""
+        for bucket in (bucket for unit in self._flying for bucket in self._buckets[unit]):
+            with suppress(RuntimeError):  # a message that nobody receives would be taken for the next
+                bucket.wait()
         self._flying.clear()
         self._complete.clear()
         self._launched = 0

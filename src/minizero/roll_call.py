@@ -1,0 +1,54 @@
+"""Chapter 04, communication: collectives match by order alone, so ranks say what they are about to do.
+
+`group=None` is torch's default process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from minizero.collectives import ROLL_CALL_TAG, Exchange, timeout_of
+
+# NCCL has no tags: there the roll is called in a gloo group, one for each group as long as that lives.
+_roll_call_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+
+class RollCall:
+    """Ranks say which unit they gather; a difference raises on every rank, before anyone computes with wrong values.
+
+    Collectives match by their order alone: if rank 0 gathers unit a while rank 1 gathers unit b of the same size, each
+    silently gets half of the other's weights. Eight bytes to each rank, ahead of the weights, prevent it.
+    """
+
+    def __init__(self, names: Sequence[str], group: ProcessGroup | None) -> None:
+        self.names, self._group = names, group
+        if dist.get_backend(group) == "nccl":
+            key = group or dist.distributed_c10d._get_default_group()
+            if key not in _roll_call_groups:
+                # local synchronization: only this group's ranks take part; other groups can be made at the same time
+                _roll_call_groups[key] = dist.new_group(
+                    dist.get_process_group_ranks(group), timeout_of(group), "gloo", use_local_synchronization=True
+                )
+            self._group = _roll_call_groups[key]
+
+    def call(self, index: int) -> Callable[[], None]:
+        """Announce the unit `index`; the function returned waits for the others and compares."""
+        world = dist.get_world_size(self._group)
+        mine, all_ranks = torch.tensor([index], device="cpu"), torch.full((world, 1), index, device="cpu")
+        work = Exchange(all_ranks.unbind(), [mine] * world, self._group, ROLL_CALL_TAG)
+
+        def check() -> None:
+            work.wait()
+            if (all_ranks != index).any():
+                calls = ", ".join(f"rank {r}: {self.names[i]!r}" for r, i in enumerate(all_ranks.flatten().tolist()))
+                raise RuntimeError(
+                    f"ranks gather different units ({calls}). With stage 3 every rank must run the same units in the "
+                    "same order; for loops that differ by rank use `with zero.gathered():`"
+                )
+
+        return check
