@@ -6,7 +6,7 @@ all-gather, `wait` ends it, `reshard` lets the full parameters go. Hooks call th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
@@ -19,6 +19,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import ProcessGroup, Work
 from torch.utils.hooks import RemovableHandle
 
+from minizero.ahead import Moment, Schedule
 from minizero.collectives import Exchange, launch_all_gather, on_all_ranks
 from minizero.outputs import HINT, is_plain, tensors_in
 from minizero.placeholder import NotCopied
@@ -114,19 +115,15 @@ class Unit(NotCopied):
 class Gatherer(NotCopied):
     """Calls the units' verbs from module hooks: before and after each forward, and before each backward.
 
-    `units` are in the order of forward, the root first. `prefetch` further units are gathered while one computes.
+    While a unit computes, those that `schedule` names are gathered. `units` are its units, the root first.
     `begin_backward` is called whenever a backward reaches a unit. With `frees` False (stages 1 and 2) parameters stay.
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        group: ProcessGroup | None,
-        prefetch: int,
-        frees: bool,
-        begin_backward: Callable[[], bool],
+        self, schedule: Schedule, group: ProcessGroup | None, frees: bool, begin_backward: Callable[[], bool]
     ) -> None:
-        self.units, self.prefetch, self.frees, self.begin_backward = units, prefetch, frees, begin_backward
+        self.schedule, self.frees, self.begin_backward = schedule, frees, begin_backward
+        self.units = units = schedule.units
         self.holds = False  # inside `gathered()` nothing is resharded
         self._in_forward = self._root_has_graph = False
         self._index = {id(unit): i for i, unit in enumerate(units)}
@@ -141,7 +138,16 @@ class Gatherer(NotCopied):
 
     def unshard(self, unit: Unit) -> None:
         """Start a unit's all-gather, with its name called out to the other ranks."""
-        unit.unshard(partial(self._roll_call.call, self._index[id(unit)]) if self._roll_call else None)
+        index, seen = self._index[id(unit)], self.schedule.seen
+        unit.unshard(partial(self._roll_call.call, index, seen) if self._roll_call else None)
+
+    def need(self, unit: Unit, moment: Moment | None) -> None:
+        """Have the unit here, and those that the schedule expects next on their way; with None, only the unit."""
+        self.unshard(unit)
+        unit.wait()
+        if self.frees and not self.holds and moment:
+            for ahead in self.schedule.after(unit, moment):
+                self.unshard(ahead)
 
     def reshard_all(self) -> None:
         """Leave every unit SHARDED, also after an error that no hook heard of."""
@@ -155,18 +161,12 @@ class Gatherer(NotCopied):
             unit.awaits_gradients = unit.has_all_gradients = unit.is_recomputed = unit.is_in_parts = False
             unit.calls = 0
             unit.calls_in_backward.clear()
+        self.schedule.end()
 
     def release(self, unit: Unit) -> None:
         """Reshard a unit, unless backward can still need its parameters."""
         if self.frees and not self.holds and not unit.awaits_gradients and not unit.calls_in_backward:
             unit.reshard()
-
-    def _gather(self, unit: Unit, next_units: Sequence[Unit]) -> None:
-        if self.frees:
-            self.unshard(unit)
-            unit.wait()
-            for ahead in next_units[: self.prefetch]:
-                self.unshard(ahead)
 
     @torch.compiler.disable
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
@@ -176,8 +176,9 @@ class Gatherer(NotCopied):
         if self._root_has_graph and not recomputes:
             unit.calls += 1
             unit.is_recomputed |= not has_graph
+        moment = Moment.RECOMPUTATION if recomputes else Moment.FORWARD if self._root_has_graph else Moment.EVALUATION
         # Without the root's forward around it, nobody would reshard a unit that was gathered ahead in vain.
-        self._gather(unit, self.units[i + 1 :] if self._in_forward and not recomputes else ())
+        self.need(unit, moment if self._in_forward or recomputes else None)
         unit.versions_before = unit.versions()
 
     @torch.compiler.disable
@@ -225,9 +226,7 @@ class Gatherer(NotCopied):
         unit.awaits_gradients = unit.is_trained
         if call is not None:
             unit.calls_in_backward.add(call)
-        i = self._index[id(unit)]
-        # Backward goes from the root, whose index is 0, to the last unit, and down from there.
-        self._gather(unit, () if has_begun else self.units[1 : i or None][::-1])
+        self.need(unit, None if has_begun else Moment.BACKWARD)
 
     def _after_backward(self, unit: Unit, call: object, gradients: Any) -> None:
         unit.calls_in_backward.discard(call)

@@ -36,19 +36,23 @@ class RollCall:
                 )
             self._group = _roll_call_groups[key]
 
-    def call(self, index: int) -> Callable[[], None]:
-        """Announce the unit `index`; the function returned waits for the others and compares."""
-        world = dist.get_world_size(self._group)
-        mine, all_ranks = torch.tensor([index], device="cpu"), torch.full((world, 1), index, device="cpu")
+    def call(self, index: int, seen: int = 0) -> Callable[[], None]:
+        """Announce the unit `index`; the function returned waits for the others and compares.
+
+        `seen`, of 31 bits, is compared as well: ranks that will decide differently hear of it before they do.
+        """
+        world, number = dist.get_world_size(self._group), index + len(self.names) * seen
+        mine, all_ranks = torch.tensor([number], device="cpu"), torch.full((world, 1), number, device="cpu")
         work = Exchange(all_ranks.unbind(), [mine] * world, self._group, ROLL_CALL_TAG)
 
         def check() -> None:
             work.wait()
-            if (all_ranks != index).any():
-                calls = ", ".join(f"rank {r}: {self.names[i]!r}" for r, i in enumerate(all_ranks.flatten().tolist()))
+            if (all_ranks != number).any():
+                units = [self.names[i % len(self.names)] for i in all_ranks.flatten().tolist()]
+                calls = ", ".join(f"rank {r}: {unit!r}" for r, unit in enumerate(units))
                 raise RuntimeError(
-                    f"ranks gather different units ({calls}). With stage 3 every rank must run the same units in the "
-                    "same order; for loops that differ by rank use `with zero.gathered():`"
+                    f"ranks gather different units ({calls}), or after different ones. With stage 3 every rank must "
+                    "run the same units in the same order; for loops that differ by rank use `with zero.gathered():`"
                 )
 
         return check

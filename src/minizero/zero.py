@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from minizero.ahead import Schedule
 from minizero.construct import DtypePolicy, agree, check_model, plan_units
-from minizero.gather import Gatherer, State, in_backward
+from minizero.gather import Gatherer, State, Unit, in_backward
 from minizero.optimizer import check_elementwise, check_state, clip_grad_norm, slice_groups
 from minizero.placeholder import NotCopied
 from minizero.reduce import Reducer
@@ -39,7 +40,8 @@ class Zero(NotCopied):
         stage: 1, 2 or 3, see the table above (Rajbhandari et al. 2020, section 5).
         group: the ranks that share one copy of the model; default all.
         replicas: the ranks that hold the same shard of other copies; their gradients are averaged too.
-        prefetch: how many units are gathered ahead of the one that computes (stage 3).
+        prefetch: how many units are gathered ahead of the one that computes (stage 3), in the order of `units`; or what
+            makes a schedule for the units, as `prefetch.ByCount(2)` does.
         initialize: called once with each module that had parameters or buffers on the meta device; default
             `module.reset_parameters()`.
         dtypes: what to compute and send in, if not in the parameters' own dtype: a `minizero.precision.Precision`.
@@ -55,13 +57,13 @@ class Zero(NotCopied):
         stage: int = 3,
         group: ProcessGroup | None = None,
         replicas: ProcessGroup | None = None,
-        prefetch: int = 1,
+        prefetch: int | Callable[[Sequence[Unit]], Schedule] = 1,
         initialize: Callable[[nn.Module], Any] | None = None,
         dtypes: DtypePolicy | None = None,
     ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, got {stage!r} (stage 0 is minizero.Replicated)")
-        if prefetch < 0:
+        if not callable(prefetch) and prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more units, got {prefetch!r}")
         self.model, self.stage, self.group, self.replicas = model, stage, group, replicas
         plans, chosen = plan_units(model, units), dtypes.choose(model) if dtypes else {}
@@ -69,7 +71,8 @@ class Zero(NotCopied):
             agree(plans, stage, chosen, ranks)
         self.units = build_units(model, plans, stage, chosen, group, replicas, initialize)
         begin = self._begin_backward
-        self._gatherer = Gatherer(self.units, group, prefetch, frees=stage == 3, begin_backward=begin)
+        schedule = prefetch(self.units) if callable(prefetch) else Schedule(self.units, prefetch)
+        self._gatherer = Gatherer(schedule, group, frees=stage == 3, begin_backward=begin)
         self._reducer = Reducer(self.units, group, replicas, stage > 1, begin, self._gatherer.release)
         self._backward: int | None = None  # autograd's number for the backward that runs
         self._has_unreduced = self._is_spoiled = False
