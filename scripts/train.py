@@ -7,6 +7,10 @@
 All stages, and all numbers of ranks that divide the batch, see the same sequences in the same steps and give the same
 losses up to rounding. Rank 0 shows the progress and writes loss.csv and loss.svg into the output folder.
 
+With --config, the stage, the batch, accumulation, precision, clipping and offloading are those of a DeepSpeed file:
+
+    torchrun --nproc_per_node 4 scripts/train.py --config configs/article.json
+
 With --save, checkpoints are written in the background; the same command with --resume goes on from the last one,
 also with another number of ranks or in another stage:
 
@@ -42,7 +46,10 @@ from tqdm import tqdm
 import minizero
 from minizero import GPT, GPTConfig, checkpoint
 from minizero.checkpoint import AsyncSaver
+from minizero.config import load_config
+from minizero.config_read import read_json
 from minizero.data import Batches, Corpus, decode, load_corpus
+from minizero.engine import Engine
 from minizero.manifest import read_latest
 from minizero.snapshot import Ranks
 
@@ -75,29 +82,30 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; a value that cannot work ends every rank with exit code 2, before any work."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     size, real = positive(int), positive(float)
-    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="default 3")
+    parser.add_argument("--stage", type=int, choices=range(4), help="default 3")
     parser.add_argument("--layers", type=size, default=4, help="transformer blocks, default 4")
     parser.add_argument("--width", type=size, default=192, help="channels, default 192")
     parser.add_argument("--heads", type=size, default=6, help="attention heads, default 6")
     parser.add_argument("--context", type=size, default=64, help="bytes per sequence, default 64")
     parser.add_argument("--tied", action="store_true", help="the output layer shares the token embedding's weight")
-    parser.add_argument("--batch", type=size, default=32, help="sequences per step, over all ranks; default 32")
+    parser.add_argument("--batch", type=size, help="sequences per step, over all ranks; default 32, or what FILE says")
     parser.add_argument("--steps", type=size, default=200, help="default 200")
     parser.add_argument("--lr", type=real, default=1.5e-3, help="highest learning rate, default 1.5e-3")
     parser.add_argument("--warmup", type=int, default=10, help="steps until the learning rate is there, default 10")
-    parser.add_argument("--clip", type=real, default=1.0, help="largest norm of the gradient, default 1.0")
+    parser.add_argument("--clip", type=real, help="largest norm of the gradient, default 1.0")
     parser.add_argument("--text", type=Path, help="a text file; default: Python's standard library")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order, default 0")
     parser.add_argument("--out", type=Path, help="output folder, default runs/stageN")
-    add_saving(parser)
+    add_files(parser)
     parser.add_argument("--timeout", type=real, default=300.0, help="seconds a collective may wait, default 300")
     parser.add_argument(
         "--local_rank", type=int, help=argparse.SUPPRESS
     )  # deepspeed's launcher; LOCAL_RANK says it too
     options = parser.parse_args(arguments)
-    options.out = options.out or Path("runs", f"stage{options.stage}")
     try:
-        options.config = GPTConfig(
+        read_files(options)
+        options.out = options.out or Path("runs", f"stage{options.stage}")
+        options.config_of_model = GPTConfig(
             256, options.context, options.layers, options.width, options.heads, options.tied
         )  # a token is a byte
         if options.batch % WORLD:
@@ -106,10 +114,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             )
         if options.warmup < 0:
             raise ValueError(f"--warmup must not be negative, got {options.warmup}")
-        if (options.every or options.resume) and not options.save:
-            raise ValueError("--every and --resume need --save FOLDER")
-        if options.save and options.stage == 0:
-            raise ValueError("--save is for stages 1 to 3: in stage 0 torch.save on one rank does it")
         options.out.mkdir(parents=True, exist_ok=True)
         options.corpus = load_corpus(options.text, context=options.context)
         batch, place = options.batch // WORLD, {"rank": RANK, "world": WORLD, "seed": options.seed}
@@ -120,8 +124,35 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def add_saving(parser: argparse.ArgumentParser) -> None:
-    """The options of checkpoints."""
+def read_files(options: argparse.Namespace) -> None:
+    """What --config, --batch and --save come to; raises ValueError for a file or a combination that cannot work."""
+    options.engine = None
+    if options.config:
+        if options.stage is not None or options.clip is not None:
+            raise ValueError("--stage and --clip are in the file of --config")
+        _, options.engine = read_json(options.config)
+        if options.batch:  # as when a run goes on with another number of ranks: the micro-batch stays
+            name = "train_micro_batch_size_per_gpu"
+            micro = options.engine.get(name) or load_config(options.engine, WORLD)[0].batch(WORLD).micro
+            options.engine.pop("gradient_accumulation_steps", None)
+            options.engine |= {"train_batch_size": options.batch, name: micro}
+        config, _ = load_config(options.engine, WORLD)
+        options.batch, options.stage = config.batch(WORLD).train, config.zero_optimization.stage
+        if options.stage == 0:
+            raise ValueError(f"{options.config}: --config is for stages 1 to 3")
+    options.stage = 3 if options.stage is None else options.stage
+    options.batch, options.clip = options.batch or 32, options.clip or 1.0
+    if (options.every or options.resume) and not options.save:
+        raise ValueError("--every and --resume need --save FOLDER")
+    if options.save and options.stage == 0:
+        raise ValueError("--save is for stages 1 to 3: in stage 0 torch.save on one rank does it")
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """The options of configurations and checkpoints."""
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="a DeepSpeed configuration: stage, batch, clip, ..."
+    )
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write checkpoints here (stages 1 to 3)")
     parser.add_argument(
         "--every", type=positive(int), metavar="STEPS", help="between checkpoints; default: only at the end"
@@ -151,22 +182,25 @@ class Trainee:
     update: Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]  # a step on a batch: this rank's loss, the norm
     whole: Callable[[], AbstractContextManager[None]]  # inside, this rank has all parameters
     zero: minizero.Zero | None = None  # None in stage 0
+    engine: Engine | None = None  # only with --config
 
 
 def distribute(options: argparse.Namespace, device: torch.device) -> Trainee:
     """The same weights in every stage: drawn from the seed in one order."""
     torch.manual_seed(options.seed)
+    if options.engine is not None:
+        return engine_for(options)
     whole: Callable[[], AbstractContextManager[None]] = nullcontext
     zero = None
     if options.stage == 0:
         with device:
-            model = GPT(options.config)
+            model = GPT(options.config_of_model)
         minizero.Replicated(model)
         clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), error_if_nonfinite=True)
         optimizer: torch.optim.Optimizer = minizero.AdamW(model.parameters(), lr=options.lr)
     else:
         with torch.device("meta"):  # shapes without memory: Zero fills one block after the other, and keeps its shard
-            model = GPT(options.config)
+            model = GPT(options.config_of_model)
         zero = minizero.Zero(model, units=model.blocks, stage=options.stage)
         optimizer = zero.optimizer(minizero.AdamW, lr=options.lr)
         clip, whole = zero.clip_grad_norm, zero.gathered
@@ -180,6 +214,26 @@ def distribute(options: argparse.Namespace, device: torch.device) -> Trainee:
         return loss.item(), norm
 
     return Trainee(model, optimizer, update, whole, zero)
+
+
+def engine_for(options: argparse.Namespace) -> Trainee:
+    """The model and optimizer that --config makes of it; a step is as many backwards as the file says."""
+    with torch.device("meta"):
+        model = GPT(options.config_of_model)
+    given = None if "optimizer" in options.engine else partial(minizero.AdamW, lr=options.lr)
+    engine, optimizer, _, _ = minizero.initialize(model=model, optimizer=given, config=options.engine)
+
+    def update(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+        losses = []
+        for some_x, some_y in zip(x.split(engine.batch.micro), y.split(engine.batch.micro), strict=True):
+            loss = engine(some_x, some_y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        norm = engine.get_global_grad_norm()
+        return sum(losses) / len(losses), math.nan if norm is None else norm
+
+    return Trainee(model, optimizer, update, engine.zero.gathered, engine.zero, engine)
 
 
 def say(text: str) -> None:
@@ -269,6 +323,8 @@ class Checkpoints:
         for name, value in self.run.items():
             if loaded.extra["run"][name] != value:
                 raise ValueError(f"{loaded.tag} is of a run with another {name}: its data would not go on from there")
+        if self.trainee.engine:
+            self.trainee.engine.load_run_state(loaded.extra["engine"])
         self.saved = loaded.step
         say(f"resumed after step {loaded.step}")
         return loaded.extra["losses"]
@@ -278,6 +334,7 @@ class Checkpoints:
         step, every = len(losses["losses"]), self.options.every or math.inf
         if self.saver and (is_last or step % every == 0) and step > self.saved:
             extra = {"run": self.run, "losses": losses}
+            extra["engine"] = self.trainee.engine.run_state() if self.trainee.engine else None
             tag = f"step-{step:06}"
             self.saver.save(tag, self.trainee.zero, self.trainee.optimizer, step=step, extra=extra)
             self.saved = step
@@ -334,9 +391,11 @@ def train(
     """All steps that are left, or fewer if a signal comes to any rank; returns the signal, or 0."""
     with StopRequest() as stop:
         for step in range(len(log.losses), options.steps):
-            start, lr = time.perf_counter(), learning_rate(step, options)
-            for group in trainee.optimizer.param_groups:
-                group["lr"] = lr
+            start = time.perf_counter()
+            if "scheduler" not in (options.engine or {}):
+                for group in trainee.optimizer.param_groups:
+                    group["lr"] = learning_rate(step, options)
+            lr = trainee.optimizer.param_groups[0]["lr"]
             x, y = (tokens.to(device) for tokens in options.training.at(step))  # (batch / world, context) each
             loss, norm = trainee.update(x, y)
             # the signal travels with the loss: it may have come to one rank only, and all must stop at the same step

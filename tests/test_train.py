@@ -77,7 +77,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def started(*command: str | Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A process in a session of its own, of which nothing survives this context."""
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1", **environment}
+    here = os.pathsep.join([str(SCRIPT.parent), str(SCRIPT.parent.parent / "src")])
+    environment = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1", **environment}
     process = subprocess.Popen(
         list(map(str, command)),
         env=environment,

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minizero.build import initialize
     from minizero.collectives import init_distributed
     from minizero.ledger import Ledger
     from minizero.models import GPT, GPTConfig
@@ -26,6 +27,7 @@ _MODULES = {
     "ShardedAccessError": "placeholder",
     "Zero": "zero",
     "init_distributed": "collectives",
+    "initialize": "build",
 }
 __all__ = [
     "GPT",
@@ -38,6 +40,7 @@ __all__ = [
     "ShardedAccessError",
     "Zero",
     "init_distributed",
+    "initialize",
 ]
 
 

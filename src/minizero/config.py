@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -54,7 +54,7 @@ class OffloadOptimizer(_Model):
     nvme_path: str | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> OffloadOptimizer:
+    def _check(self) -> Self:
         if self.device == "nvme" and self.nvme_path is None:
             raise ValueError('device "nvme" needs nvme_path, a folder')
         return self
@@ -65,10 +65,9 @@ class ZeroOptimization(_Model):
 
     stage: Literal[0, 1, 2, 3] = 0
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
-    stage3_prefetch_bucket_size: Size | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> ZeroOptimization:
+    def _check(self) -> Self:
         if self.stage == 0 and self.offload_optimizer.device != "none":
             raise ValueError("offload_optimizer needs stage 1, 2 or 3")
         return self
@@ -107,7 +106,7 @@ class Config(_Model):
     zero_optimization: ZeroOptimization = ZeroOptimization()
 
     @model_validator(mode="after")
-    def _check(self) -> Config:
+    def _check(self) -> Self:
         if self.fp16.enabled and self.bf16.enabled:
             raise ValueError("fp16 and bf16 are both enabled: choose one")
         if self.zero_optimization.stage == 0 and self.dtype != torch.float32:
@@ -235,8 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ConfigError, OSError) as error:
         parser.error(str(error))
     print(f"\n{options.ranks} ranks, {Batch(*config.batch(options.ranks))}")
-    if options.params:
-        zero = config.zero_optimization
+    zero = config.zero_optimization
+    if options.params and zero.stage:
         print(bytes_of(options.params, options.ranks, zero.stage, config.dtype, zero.offload_optimizer.device))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from minizero.config_keys import DEEPSPEED, KEYS, Key
+from minizero.courier import Held, offloaded_states
 from minizero.memory import model_states
 
 
@@ -41,14 +42,29 @@ def key_by_key(source: str, content: Mapping[str, Any]) -> str:
     return "\n".join([f"{source}", "", *lines])
 
 
+def held_bytes(params: int, ranks: int, stage: int, dtype: torch.dtype, device: str) -> Held:
+    """Bytes of model states that a rank keeps between backward and step, with Adam: on the device, in memory, in files.
+
+    In 16 bits, stage 3 keeps the fp32 master alone, which is rounded when it is sent; stage 2 has the whole weights in
+    16 bits beside it, and stage 1 the whole gradient as well.
+
+    Args:
+        params: Ψ in elements, with padding.
+        ranks: N.
+        stage: 1 to 3.
+        dtype: of weights in forward and backward.
+        device: "none", "cpu" or "nvme".
+    """
+    if device != "none":
+        return offloaded_states(params, ranks, stage, dtype.itemsize, on_disk=device == "nvme")
+    mixed = {1: "mixed", 2: "mixed-fp32-gradients", 3: "fp32"}
+    precision = "fp32" if dtype == torch.float32 else mixed[stage]
+    return Held(model_states(params, ranks, stage, precision).total, 0, 0)
+
+
 def bytes_of(params: int, ranks: int, stage: int, dtype: torch.dtype, device: str) -> str:
-    """What a rank keeps of the model states of `params` parameters, in device memory and where they are offloaded."""
-    precision = "fp32" if dtype == torch.float32 else "mixed-fp32-gradients"
-    states = model_states(params, ranks, stage, precision)
-    away = 0 if device == "none" else states.optimizer
-    lines = [f"{params:,} parameters, {precision}: each rank keeps {(states.total - away) / 1e9:,.3f} GB"]
-    if away:
-        lines.append(
-            f"and {away / 1e9:,.3f} GB of optimizer states {'in host memory' if device == 'cpu' else 'in files'}"
-        )
-    return "\n".join(lines)
+    """`held_bytes` in words."""
+    held = held_bytes(params, ranks, stage, dtype, device)
+    places = {"on its device": held.device, "in host memory": held.host, "in files": held.disk}
+    kept = ", ".join(f"{nbytes / 1e9:,.3f} GB {place}" for place, nbytes in places.items() if nbytes)
+    return f"{params:,} parameters and Adam's states: each rank keeps {kept}"
