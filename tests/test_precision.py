@@ -122,6 +122,7 @@ class Probe(nn.Module):
         self.seen = [x.dtype, extra["mask"].dtype, extra["ids"].dtype, self.scale.dtype, self.table.dtype]
         if self.inner is not None:
             x, extra = self.inner(x, extra=extra)
+            self.seen.append(x.dtype)
         return x * self.scale, extra
 
 
@@ -139,8 +140,9 @@ def dtypes_inside(stage: int) -> None:
     zero = Zero(model, units=[model.inner], stage=stage, dtypes=Precision(BF16, keep_fp32=(Kept,)))
     x, extra = inputs()
     y, extra = model(x, extra=extra)
-    assert model.seen == [BF16, BF16, torch.int64, BF16, FP32]
-    assert inner.seen == innermost.seen == [FP32, FP32, torch.int64, FP32, FP32]
+    assert model.seen == [BF16, BF16, torch.int64, BF16, FP32, BF16]
+    assert innermost.seen == [FP32, FP32, torch.int64, FP32, FP32]
+    assert inner.seen == [*innermost.seen, FP32]
     assert (y.dtype, extra["mask"].dtype, extra["ids"].dtype) == (BF16, BF16, torch.int64)
     y.sum().backward()
     assert x.grad is not None
@@ -241,7 +243,8 @@ def wire(stage: int) -> dict[str, int]:
         zero = Zero(model, stage=stage, dtypes=precision)
         optimizer = zero.optimizer(torch.optim.SGD, lr=0.1)
         with Ledger() as ledger:
-            token_loss(model, tokens(1)[0][dist.get_rank()]).backward()
+            for _ in range(2 if stage == 1 else 1):  # stage 1 adds in fp32 and sends in 16 bits
+                token_loss(model, tokens(1)[0][dist.get_rank()]).backward()
             optimizer.step()
         roll_calls = 2 * len(zero.units) * 8 * (dist.get_world_size() - 1) if stage == 3 else 0
         sent[name] = ledger.total - roll_calls
@@ -413,6 +416,10 @@ def test_the_scale_doubles_after_a_window_and_halves_after_the_forgiven_overflow
     scaler.update(False)
     with pytest.raises(LossScaleError, match="2 steps in a row had infinite or NaN gradients at a loss scale of 2"):
         scaler.update(False)
+
+
+def test_the_scale_stops_at_its_minimum() -> None:
+    assert scales(LossScaler(initial=8, hysteresis=1, minimum=3), [False] * 3) == [4, 3, 3]
 
 
 def test_a_static_scale_stays_and_gives_up_too() -> None:
