@@ -33,25 +33,40 @@ OptimizerClass = Callable[..., torch.optim.Optimizer]  # called with parameters 
 class Method:
     """Plain training on this rank alone: the one process everything is compared with, and the floor of bench.py.
 
-    The other methods are variations of it. `optimizer_class(parameters, lr=lr)` is called once.
+    The other methods are variations of it. `optimizer_class(parameters, lr=lr)` is called once. A step has one backward
+    for each of `parts` micro-batches, and clips to `max_norm`, if that is set, by the global norms that `norms` keeps.
     """
+
+    parts, max_norm = 1, 0.0
 
     def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float) -> None:
         self.network = self.distribute(model)
         self.optimizer = optimizer_class(self.network.parameters(), lr=lr)
+        self.norms: list[float] = []
 
     def distribute(self, model: GPT) -> nn.Module:
         """What the method does to the model before the optimizer is made."""
         return model
 
     def backward(self, x: Tensor, y: Tensor) -> float:
-        """Forward and backward on this rank's tokens and targets, (B, T) each; returns their loss."""
+        """Forwards and backwards on this rank's tokens and targets, (B, T) each; returns their loss."""
+        micro_batches = zip(x.chunk(self.parts), y.chunk(self.parts), strict=True)
+        return sum(self.backward_part(*micro_batch) for micro_batch in micro_batches) / self.parts
+
+    def backward_part(self, x: Tensor, y: Tensor) -> float:
+        """One forward and backward; returns the loss on this part."""
         loss = self.network(x, y)
-        loss.backward()
+        (loss / self.parts).backward()
         return float(loss.item())
+
+    def clip(self) -> float:
+        """Scale the gradients to `max_norm`; returns their norm before."""
+        return float(nn.utils.clip_grad_norm_(self.network.parameters(), self.max_norm))
 
     def update(self) -> None:
         """Let the optimizer move the parameters, and forget the gradients."""
+        if self.max_norm:
+            self.norms.append(self.clip())
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -95,6 +110,11 @@ class FSDP2(Method):
         """Further arguments of fully_shard."""
         return {}
 
+    def clip(self) -> float:
+        """The norm is a DTensor, each rank's share of it."""
+        norm: Any = nn.utils.clip_grad_norm_(self.network.parameters(), self.max_norm)
+        return float(norm.full_tensor())
+
     def full_parameters(self) -> dict[str, Tensor]:
         """All-gather each DTensor."""
         return {name: parameter.full_tensor() for name, parameter in super().full_parameters().items()}
@@ -128,21 +148,25 @@ class DeepSpeed(Method):
         config["train_batch_size"] = micro_batch * dist.get_world_size()
         # a client optimizer: one named in the file would be DeepSpeed's own compiled Adam, and another algorithm
         optimizer = optimizer_class(model.parameters(), lr=lr)
-        self.stage = stage
+        self.stage, self.norms = stage, []
         with contextlib.redirect_stdout(sys.stderr):  # it has news for the reader of a table
             import deepspeed
 
             self.network, self.optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-    def backward(self, x: Tensor, y: Tensor) -> float:
-        """The engine scales, reduces and shards in its own backward."""
+    def backward_part(self, x: Tensor, y: Tensor) -> float:
+        """The engine scales, reduces and shards in its own backward; its step counts the micro-batches."""
         loss = self.network(x, y)
         self.network.backward(loss)
+        if not self.network.is_gradient_accumulation_boundary():
+            self.network.step()
         return float(loss.item())
 
     def update(self) -> None:
-        """The engine's step also forgets the gradients."""
+        """The engine's step also clips and forgets the gradients."""
         self.network.step()
+        if self.max_norm:
+            self.norms.append(float(self.network.get_global_grad_norm()))
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Stages 1 and 2 hold everything between steps; stage 3 gathers. Of 16-bit parameters, the fp32 masters."""
@@ -173,6 +197,11 @@ class MiniZero(Method):
         self.network = model
         self.zero = minizero.Zero(model, units=model.blocks, stage=stage, dtypes=dtypes)
         self.optimizer = self.zero.optimizer(optimizer_class, lr=lr)
+        self.norms = []
+
+    def clip(self) -> float:
+        """Of all ranks' slices."""
+        return self.zero.clip_grad_norm(self.max_norm)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Whole on rank 0, nothing elsewhere."""
@@ -223,6 +252,7 @@ def builders(micro_batch: int) -> dict[str, Callable[[GPT, OptimizerClass, float
     named["minizero0"] = Replicated
     for stage in (1, 2, 3):
         named[f"minizero{stage}"] = partial(MiniZero, stage=stage)
+    named |= {f"{name}-acc4": partial(in_parts, build, 1 if name == "one" else 4) for name, build in named.items()}
     named["fsdp2-bf16"] = FSDP2InBF16
     for stage in (1, 2, 3):
         bf16 = {"bf16": {"enabled": True}}
@@ -230,3 +260,15 @@ def builders(micro_batch: int) -> dict[str, Callable[[GPT, OptimizerClass, float
         named[f"minizero{stage}-bf16"] = partial(MiniZero, stage=stage, dtypes=Precision(torch.bfloat16))
     named["minizero3-resume"] = Resumed
     return named
+
+
+MAX_NORM = 1.0  # of the clipping in rows that end in -acc4
+
+
+def in_parts(build: Callable[..., Method], parts: int, *arguments: Any) -> Method:
+    """The method with several micro-batches in a step, and clipping."""
+    keys = {"gradient_accumulation_steps": parts, "gradient_clipping": MAX_NORM}
+    is_deepspeed = isinstance(build, partial) and build.func is DeepSpeed
+    method = build(*arguments, **keys) if is_deepspeed else build(*arguments)
+    method.parts, method.max_norm = parts, MAX_NORM
+    return method

@@ -22,6 +22,7 @@ from parity import STAGES, Job
 from torch import Tensor
 
 from minizero import GPT, GPTConfig, Ledger
+from minizero.accumulation import step_traffic
 from minizero.data import Batches, load_corpus
 from minizero.ledger import ring_bytes
 from minizero.memory import model_states, padding
@@ -31,7 +32,7 @@ EXACT_STEPS = 5  # in float64 a wrong gradient is ten orders of magnitude above 
 
 @dataclass
 class Trained:
-    """A run's loss on the whole batch at each step, and the parameters after the last (on rank 0)."""
+    """A run's loss on the whole batch (then the norms, if it clips) at each step, and the last parameters (rank 0)."""
 
     losses: list[float]
     parameters: dict[str, Tensor]
@@ -70,7 +71,7 @@ def work(job: Job, device: torch.device) -> None:
 def train(method: Method, data: list[tuple[Tensor, Tensor]], device: torch.device) -> Trained:
     """One step for each batch."""
     losses = [method.step(x, y) for x, y in data]
-    return Trained(over_ranks("mean", losses, device), method.full_parameters())
+    return Trained(over_ranks("mean", losses + method.norms, device), method.full_parameters())
 
 
 def train_and_count(
@@ -99,7 +100,7 @@ def train_and_count(
         "state": state,
         "allocated": allocated,
     }
-    return Trained(over_ranks("mean", losses, device), method.full_parameters()), count
+    return Trained(over_ranks("mean", losses + method.norms, device), method.full_parameters()), count
 
 
 def settled_counter() -> int:
@@ -112,7 +113,7 @@ def settled_counter() -> int:
 
 def finish(job: Job, fp32: Trained, fp64: Trained | None, result: dict[str, Any]) -> None:
     """Rank 0: keep the one process's training for the others to compare with, or compare with it; write the result."""
-    if job.method == "one":
+    if job.method.startswith("one"):
         torch.save([asdict(fp32), asdict(fp64)], job.reference)
     else:
         one32, one64 = (Trained(**saved) for saved in torch.load(job.reference))
@@ -147,7 +148,8 @@ def theory(job: Job, model: GPT, world: int) -> dict[str, float]:
 
     minizero pads each unit to a multiple of the number of ranks. In stage 3 a rank also tells the others, in eight
     bytes, which unit it gathers, each time it gathers one. Stage 0 has neither. In bf16 minizero's stage 3 keeps fp32
-    masters and no 16-bit shard: the 16 bytes per parameter of fp32. Gradient shards of stages 2 and 3 are fp32.
+    masters and no 16-bit shard: the 16 bytes per parameter of fp32. Gradient shards of stages 2 and 3 are fp32. To clip, a
+    rank tells its norm, in eight bytes too.
     """
     stage, params = STAGES.get(job.method, 0), sum(p.numel() for p in model.parameters())
     itemsize, precision = 4, "fp32"
@@ -155,12 +157,14 @@ def theory(job: Job, model: GPT, world: int) -> dict[str, float]:
         itemsize, precision = 2, {1: "mixed", 2: "mixed-fp32-gradients", 3: "fp32"}[stage]
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     units = [*blocks, params - sum(blocks)]
-    padded = params + (padding(units, world) if stage > 0 else 0)
-    roll_calls = 2 * len(units) * 8 * (world - 1) if stage == 3 else 0
+    padded, parts = params + (padding(units, world) if stage > 0 else 0), 4 if job.method.endswith("-acc4") else 1
+    roll_calls = 2 * len(units) * 8 * (world - 1) * parts if stage == 3 else 0
+    norms = 8 * (world - 1) if parts > 1 else 0
+    passes = step_traffic(world, world, stage, parts, 1) // max(1, world - 1)  # one element on each rank: a byte a pass
     return {
         "parameters": params,
-        "wire_theory": (3 if stage == 3 else 2) * ring_bytes("all_gather", itemsize * params, world),
-        "wire_expected": (3 if stage == 3 else 2) * ring_bytes("all_gather", itemsize * padded, world) + roll_calls,
+        "wire_theory": passes * ring_bytes("all_gather", itemsize * params, world),
+        "wire_expected": passes * ring_bytes("all_gather", itemsize * padded, world) + roll_calls + norms,
         "state_theory": model_states(params, world, stage, precision).total,
         "state_expected": model_states(padded, world, stage, precision).total,
     }

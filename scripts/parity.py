@@ -13,6 +13,8 @@ and 4 ranks, each in processes of its own. A row of the table is one such run:
   all storages that Python can reach, allocator is what malloc gave out since before the model was built.
 
 Rows that end in -bf16 compute and send in bf16 and keep fp32 masters. They are held against the same fp32 process.
+Rows that end in -acc4 take twice the batch, in four micro-batches, and clip to a global norm, which counts as a loss.
+They are held against one process that takes the batch whole.
 
 All must compute the same. minizero must meet theory on the wire and in memory as well; there the others are shown, not
 judged: gloo's reduce-scatter is an all-reduce, and what they keep besides is their choice. Exit code 1 if a row fails.
@@ -33,7 +35,8 @@ from _launch import RankFailure, enter_empty_network, launch, prepare_deepspeed
 # The ZeRO stage each method amounts to.
 STAGES = {"ddp": 0, "fsdp2": 3, "deepspeed1": 1, "deepspeed2": 2, "deepspeed3": 3}
 STAGES |= {f"minizero{stage}": stage for stage in (0, 1, 2, 3)}
-STAGES |= {f"{method}-bf16": stage for method, stage in STAGES.items() if stage > 0}
+SHARDED = [method for method, stage in STAGES.items() if stage > 0]
+STAGES |= {f"{method}-{kind}": STAGES[method] for kind in ("bf16", "acc4") for method in SHARDED}
 STAGES["minizero3-resume"] = 3  # after a first step in stage 1, from its checkpoint
 METHODS = list(STAGES)
 
@@ -49,7 +52,7 @@ LOOPBACK_EXTRA, STATE_EXTRA = 0.02, 0.01
 
 @dataclass
 class Job:
-    """What a run trains, and where rank 0 leaves the result. Method "one" writes `reference`, the others read it."""
+    """What a run trains, and where rank 0 leaves the result. Methods "one…" write `reference`, the others read it."""
 
     method: str
     width: int
@@ -128,7 +131,7 @@ def run(job: Job, world: int) -> dict[str, Any]:
         print(f"\n{job.method} on {world} ranks did not finish:\n{failure}\n", file=sys.stderr, flush=True)
         return {"faults": [f"rank {failure.ranks[0]} failed first, see above"]}
     row: dict[str, Any] = json.loads(Path(job.result).read_text())
-    return row | {"faults": faults(job.method, row) if job.method != "one" else []}
+    return row | {"faults": [] if job.method.startswith("one") else faults(job.method, row)}
 
 
 def why_no_deepspeed(methods: list[str]) -> str | None:
@@ -143,22 +146,29 @@ def why_no_deepspeed(methods: list[str]) -> str | None:
 
 
 def compare(arguments: argparse.Namespace, count_loopback: bool, folder: str) -> list[dict[str, Any]]:
-    """Run the one process, then every method with every number of ranks; print the table as it grows."""
-    sizes = {name: getattr(arguments, name) for name in ("width", "layers", "context", "batch", "steps", "timeout")}
-    sizes |= {"count_loopback": count_loopback, "reference": f"{folder}/one.pt", "result": f"{folder}/result.json"}
-    one = run(Job(method="one", **sizes), 1)
-    if one["faults"]:
-        why = ["nothing to compare with: the one process failed"]
-        return [{"method": m, "ranks": n, "faults": why} for n in arguments.ranks for m in arguments.methods]
-    print(f"{one['parameters']:,} parameters, {arguments.steps} steps\n\n{line(HEADER)}")
+    """Run the one processes, then every method with every number of ranks; print the table as it grows."""
+    sizes = {name: getattr(arguments, name) for name in ("width", "layers", "context", "steps", "timeout")}
+    sizes |= {"count_loopback": count_loopback, "result": f"{folder}/result.json"}
+    kinds = {kind: {**sizes, "batch": arguments.batch, "reference": f"{folder}/one{kind}.pt"} for kind in ("", "-acc4")}
+    kinds["-acc4"]["batch"] *= 2
+
+    def kind_of(method: str) -> str:
+        return "-acc4" if method.endswith("-acc4") else ""
+
     rows = []
+    for kind in sorted({kind_of(method) for method in arguments.methods}):
+        one = run(Job(method=f"one{kind}", **kinds[kind]), 1)
+        if one["faults"]:
+            why = ["nothing to compare with: the one process failed"]
+            return [{"method": m, "ranks": n, "faults": why} for n in arguments.ranks for m in arguments.methods]
+    print(f"{one['parameters']:,} parameters, {arguments.steps} steps\n\n{line(HEADER)}")
     no_deepspeed = why_no_deepspeed(arguments.methods)
     for world in arguments.ranks:
         for method in arguments.methods:
             if method.startswith("deepspeed") and no_deepspeed:
                 row: dict[str, Any] = {"faults": [no_deepspeed]}
             else:
-                row = run(Job(method=method, **sizes), world)
+                row = run(Job(method=method, **kinds[kind_of(method)]), world)
             print(line(cells(method, world, row)), flush=True)
             rows.append({"method": method, "ranks": world, **row})
     return rows
