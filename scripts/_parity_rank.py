@@ -148,8 +148,8 @@ def theory(job: Job, model: GPT, world: int) -> dict[str, float]:
 
     minizero pads each unit to a multiple of the number of ranks. In stage 3 a rank also tells the others, in eight
     bytes, which unit it gathers, each time it gathers one. Stage 0 has neither. In bf16 minizero's stage 3 keeps fp32
-    masters and no 16-bit shard: the 16 bytes per parameter of fp32. Gradient shards of stages 2 and 3 are fp32. To clip, a
-    rank tells its norm, in eight bytes too.
+    masters and no 16-bit shard: the 16 bytes per parameter of fp32. Gradient shards of stages 2 and 3 are fp32.
+    To clip, a rank tells its norm, in eight bytes too.
     """
     stage, params = STAGES.get(job.method, 0), sum(p.numel() for p in model.parameters())
     itemsize, precision = 4, "fp32"

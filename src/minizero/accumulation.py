@@ -222,6 +222,6 @@ class Window:
         return {"position": self.position, "repeat": self.filled}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin the window that was open when `state` was saved; forgets all gradients, so call it after other loads."""
+        """Begin the window open when `state` was saved. Forgets all gradients, so call it after other loads."""
         self.forget()
         self.position = state["position"]
