@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from minizero.collectives import launch_all_gather, on_all_ranks
 from minizero.files import Spec, durable, pieces_of, tensor_header
+from minizero.manifest import CheckpointError as CheckpointError
 from minizero.manifest import check_tag, read_latest, read_manifest
 from minizero.reading import Reading
 from minizero.sharding import FlatParameters
