@@ -56,7 +56,8 @@ from minizero.snapshot import Ranks
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 HELD_OUT_BATCHES = 8  # the held-out loss is over at most so many global batches, the same ones before and after
 SAMPLE_BYTES, PROMPT_BYTES = 300, 48
-GRACE_SECONDS = 15.0  # after a signal: time to end the step and write the files; torchrun kills after 30
+# after a signal: time to end the step and write the files, half of what torchrun gives before it kills
+GRACE_SECONDS = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
 
 
 # ---- what to do --------------------------------------------------------------------------------------------------
