@@ -141,6 +141,33 @@ def test_two_forwards_before_a_backward() -> None:
     assert found[-1] == "root"  # and no other in backward
 
 
+class Plain(Blocks):
+    """Its root has no parameters, and returns what the last block returned: backward reaches that block first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, _ in self.plan:
+            x = self.blocks[i](x)
+        return x
+
+
+def without_a_head() -> list[str]:
+    model = Plain()
+    zero = minizero.Zero(model, model.blocks, prefetch=ByCount(1))
+    whole(model)
+    model.plan.remove((5, ""))
+    surprised, used_to_it = (record_of(zero, lambda: whole(model)) for _ in range(2))
+    vain = [span.unit for record in (surprised, used_to_it) for span in record.flights if span.kind == "vain"]
+    return [*vain, *late(used_to_it)]
+
+
+def test_a_root_that_returns_what_its_last_block_returned() -> None:
+    assert run_ranks(2, without_a_head)[0] == ["blocks.5", "root", "2", "root"]
+
+
 # ---- the budget ---------------------------------------------------------------------------------------------------
 
 

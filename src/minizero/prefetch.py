@@ -21,6 +21,7 @@ def full_bytes(unit: Unit) -> int:
 class Recorded(Schedule):
     """Expects each pass to use the units in the order in which the last pass of its kind did.
 
+    The root is left out: its own forward and backward lie around those of the others, and nothing comes before them.
     Forward with a graph and forward without one each have a record of their own; the first of all is expected in the
     order of `units`. Backward is expected in the reverse of the last forward, unless the last backward was not (as with
     recomputation of several units at once). `fits` says how many of the units that come next, nearest first, may be in
@@ -31,7 +32,7 @@ class Recorded(Schedule):
     def __init__(self, units: Sequence[Unit], fits: Callable[[Sequence[Unit]], int]) -> None:
         super().__init__(units)
         self._fits = fits
-        self._orders: dict[Moment, list[Unit]] = {Moment.FORWARD: list(units)}
+        self._orders: dict[Moment, list[Unit]] = {Moment.FORWARD: list(units[1:])}
         self._running: Moment | None = None
         self._used: list[Unit] = []  # in the pass that runs
         self._position = 0  # in the order that is expected, behind the unit that was used last
@@ -40,11 +41,12 @@ class Recorded(Schedule):
     def after(self, unit: Unit, moment: Moment) -> Sequence[Unit]:
         """`unit` is needed now: the units whose gathers are to be started behind its own."""
         kind = Moment.BACKWARD if moment is Moment.RECOMPUTATION else moment
-        if kind is not self._running or (unit is self.units[0] and kind is not Moment.BACKWARD):
+        is_root = unit is self.units[0]
+        if kind is not self._running or (is_root and kind is not Moment.BACKWARD):
             self.end()
             self._running = kind
         order = self._order(kind)
-        if not self._used or unit is not self._used[-1]:  # recomputed, and then its backward: that is one use
+        if not is_root and self._used[-1:] != [unit]:  # recomputed, and then its backward: that is one use
             self._used.append(unit)
             self.seen = (31 * self.seen + self.units.index(unit) + 1) % 2**31
             self._position = _behind(unit, order, self._position)
@@ -58,20 +60,15 @@ class Recorded(Schedule):
 
     def end(self) -> None:
         """A forward or a backward is over, or one begins and the last did not come to its end."""
-        if self._running is Moment.BACKWARD and self._used == self._reverse():
+        if self._running is Moment.BACKWARD and self._used == self._orders[Moment.FORWARD][::-1]:
             self._orders.pop(Moment.BACKWARD, None)
         elif self._running is not None:
             self._orders[self._running] = self._used
         self._running, self._used, self._position, self._waiting = None, [], 0, []
 
     def _order(self, kind: Moment) -> list[Unit]:
-        default = self._reverse() if kind is Moment.BACKWARD else self._orders[Moment.FORWARD]
-        return self._orders.get(kind, default)
-
-    def _reverse(self) -> list[Unit]:
-        """Backward begins with the root, in whose forward the others lie."""
-        root, *_ = self.units
-        return [root, *(unit for unit in reversed(self._orders[Moment.FORWARD]) if unit is not root)]
+        forward = self._orders[Moment.FORWARD]
+        return self._orders.get(kind, forward[::-1] if kind is Moment.BACKWARD else forward)
 
 
 def _behind(unit: Unit, order: Sequence[Unit], start: int) -> int:

@@ -157,7 +157,7 @@ def _curve(record: Record, y: float, scale: float, last: float) -> list[str]:
             shapes.append(rect(LEFT + start * scale, y + height - tall, width, tall, "parameters", opacity=0.5))
     shapes += [
         text(0, y + 12, "gathered"),
-        text(0, y + 28, f"{most / 1e6:.3g} MB"),
+        text(0, y + 28, f"{most / 1e6:.3g} MB" if most >= 1e6 else f"{most / 1e3:.3g} kB"),
         line(LEFT, y, WIDTH - 8, y, "idle"),
     ]
     return shapes

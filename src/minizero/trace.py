@@ -154,7 +154,8 @@ class Trace:
         self._needed = unit if unit.state == "SHARDED" else None
         verb(unit, moment)
         if torch._C._current_graph_task_id() != -1 and ("backward", unit.name) not in self._stack:
-            self._begin("backward", unit.name)
+            self._close()  # the root's backward lies around the others', also where the last of them is reached first
+            self._stack.insert(0 if unit is self._zero.units[0] else len(self._stack), ("backward", unit.name))
 
     def _unshard(self, unit: Any, verb: Callable[..., None], *args: Any) -> None:
         if unit.state != "SHARDED":
