@@ -157,7 +157,7 @@ def test_each_used_key_has_a_field_and_each_field_is_used(deepspeed: tuple[str, 
     assert ours.keys() - used == set()
     _, _, defaults = deepspeed
     other = {path for path in ours.keys() & defaults.keys() if ours[path] != defaults[path]}
-    assert other == set()
+    assert other == {"zero_optimization.stage3_prefetch_bucket_size"}  # theirs is 5e7 elements, ours one unit
 
 
 def test_a_refused_key_may_have_the_value_that_deepspeed_starts_from(

@@ -125,6 +125,7 @@ CONFIGURATIONS = st.fixed_dictionaries(
         "client": st.sampled_from(["SGD", "AdamW", "Adagrad", "groups", None]),
         "scheduler": st.sampled_from([None, "WarmupLR", "WarmupCosineLR", "StepLR"]),
         "offload": st.sampled_from(["none", "cpu"]),
+        "prefetch": st.sampled_from([None, 0, 200]),
         "held": st.booleans(),
     }
 )
@@ -160,10 +161,12 @@ def one_process(
     client: str | None,
     scheduler: str | None,
     offload: str,
+    prefetch: int | None,
     held: bool,
 ) -> None:
     """Three windows under the engine and in one process that sees every rank's micro-batches, in float64."""
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": offload}}
+    zero |= {} if prefetch is None else {"stage3_prefetch_bucket_size": prefetch}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
     config |= {"gradient_clipping": clipping, "zero_optimization": zero}
     model, reference = build(), build()

@@ -20,6 +20,7 @@ from minizero.engine import Engine
 from minizero.offload import attach_offloaded
 from minizero.optimizer import check_elementwise, slice_groups
 from minizero.precision import LossScaler, Precision
+from minizero.prefetch import ByBytes
 from minizero.zero import Zero
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -162,6 +163,9 @@ def _zero_options(config: Config) -> dict[str, Any]:
     wire = DTYPES[config.communication_data_type] if config.communication_data_type else None
     if config.dtype != torch.float32 or wire is not None:
         options["dtypes"] = Precision(config.dtype, wire)
+    ahead = config.zero_optimization.stage3_prefetch_bucket_size
+    if ahead is not None and config.zero_optimization.stage == 3:
+        options["prefetch"] = ByBytes(ahead * config.dtype.itemsize)
     return options
 
 

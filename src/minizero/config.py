@@ -65,6 +65,7 @@ class ZeroOptimization(_Model):
 
     stage: Literal[0, 1, 2, 3] = 0
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    stage3_prefetch_bucket_size: Size | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -66,7 +66,7 @@ zero_optimization.offload_param.device         | text | refused unless "none" | 
 zero_optimization.offload_param.nvme_path      | text | ignored | 3 | of offload_param
 zero_optimization.offload_param.{buffer_count buffer_size max_in_cpu} | size | ignored | 3 | of offload_param
 zero_optimization.offload_param.pin_memory     | flag | ignored | 3 | of offload_param
-zero_optimization.stage3_prefetch_bucket_size  | size | ignored | 3 | one unit is gathered ahead
+zero_optimization.stage3_prefetch_bucket_size  | size | used | 3 | elements gathered ahead of use; no key: one unit
 zero_optimization.allgather_partitions         | flag | ignored |   | read by no stage of DeepSpeed either
 zero_optimization.allgather_bucket_size        | size | ignored | 12 | a unit is gathered at a time
 zero_optimization.reduce_scatter | flag | ignored | 123 | always a true reduce-scatter: false only sends more
