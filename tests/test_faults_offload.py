@@ -86,7 +86,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 def _two_runs(folder: str) -> None:
     zero, other = build(3), build(3)
     optimizer = offload_optimizer(zero, torch.optim.AdamW, directory=folder)
-    with pytest.raises(OSError, match=r"another run offloads here; .*rank0\.offload"):
+    with pytest.raises(OSError, match=r"another run offloads here.*rank0\.offload"):
         offload_optimizer(other, torch.optim.AdamW, directory=folder)
     step(zero, optimizer)  # it did no harm to the first
 

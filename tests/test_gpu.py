@@ -6,6 +6,8 @@ from harness import run_ranks
 from torch import Tensor, nn
 
 import minizero
+from minizero.courier import offloaded_states
+from minizero.offload import offload_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WIDTH, LAYERS = 1024, 8
@@ -85,3 +87,46 @@ def _exact() -> None:
 
 def test_nccl_trains_like_the_plain_model() -> None:
     run_ranks(1, _exact, start_group=False)
+
+
+def _offloaded() -> None:
+    """Two micro-batches a step and a clipped norm, masters and moments on the host; only weights stay on the device."""
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    model, zero, x = _blocks()
+    optimizer = offload_optimizer(zero, torch.optim.AdamW, lr=0.1)
+    params = LAYERS * WIDTH * WIDTH
+    for _ in range(3):
+        for factor in (1.0, 2.0):
+            (factor * model(x)).square().mean().backward()
+        assert all(piece.grad.is_pinned() for _, piece in zero.named_slices())
+        held = torch.cuda.memory_allocated() - base - x.nbytes
+        assert held < 1.1 * offloaded_states(params, 1, 3, weight=4).device
+        zero.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_offload_leaves_only_weights_on_the_device() -> None:
+    run_ranks(1, _offloaded, start_group=False)
+
+
+def _offloaded_like_plain() -> None:
+    model, zero, x = _blocks()
+    optimizer = offload_optimizer(zero, torch.optim.SGD, lr=0.1)
+    torch.manual_seed(0)
+    reference = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to(x.device)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        for m, o in ((model, optimizer), (reference, plain)):
+            for factor in (1.0, 2.0, 3.0):  # F27: none of them may overwrite another
+                (factor * m(x)).square().mean().backward()
+            o.step()
+            o.zero_grad()
+    state = zero.full_state()
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(state[name], value.cpu(), rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_f27_offload_on_a_gpu_trains_like_the_plain_model() -> None:
+    run_ranks(1, _offloaded_like_plain, start_group=False)

@@ -92,7 +92,8 @@ def _claim(fd: int, path: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it when the process ends
     except BlockingIOError as error:
-        raise OSError(error.errno, "another run offloads here; give each run its own directory", str(path)) from None
+        reason = "another run offloads here, or an optimizer that was not closed; give each its own directory"
+        raise OSError(error.errno, reason, str(path)) from None
     if os.fstat(fd).st_size > 0 and os.pread(fd, len(HEADER), 0) != HEADER:
         raise FileExistsError(f"{path} is not an offload file of minizero; it was left as it is")
     os.ftruncate(fd, 0)

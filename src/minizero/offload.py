@@ -210,7 +210,6 @@ def attach_offloaded(zero: Zero, optimizer: Optimizer, directory: str | Path | N
     zero.attach(optimizer)
     for piece, states in optimizer.state.items():  # Adagrad makes them in its constructor, where the slices were
         states |= {name: value.to(piece.device) for name, value in states.items() if isinstance(value, Tensor)}
-    offload.settle(optimizer)
     optimizer.register_load_state_dict_post_hook(offload.settle)
     step = Optimizer.profile_hook_step(lambda optimizer, *_: offload.step(optimizer))  # calls the hooks, once
 
