@@ -8,6 +8,7 @@ A run in bf16 has the first training only.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ EXACT_STEPS = 5  # in float64 a wrong gradient is ten orders of magnitude above 
 
 @dataclass
 class Trained:
-    """A run's loss on the whole batch (then the norms, if it clips) at each step, and the last parameters (rank 0)."""
+    """Losses on the whole batch, then, if the run clips, the logs of the norms; and on rank 0 the last parameters."""
 
     losses: list[float]
     parameters: dict[str, Tensor]
@@ -71,7 +72,9 @@ def work(job: Job, device: torch.device) -> None:
 def train(method: Method, data: list[tuple[Tensor, Tensor]], device: torch.device) -> Trained:
     """One step for each batch."""
     losses = [method.step(x, y) for x, y in data]
-    return Trained(over_ranks("mean", losses + method.norms, device), method.full_parameters())
+    return Trained(
+        over_ranks("mean", losses + [math.log(norm) for norm in method.norms], device), method.full_parameters()
+    )
 
 
 def train_and_count(
@@ -100,7 +103,9 @@ def train_and_count(
         "state": state,
         "allocated": allocated,
     }
-    return Trained(over_ranks("mean", losses + method.norms, device), method.full_parameters()), count
+    return Trained(
+        over_ranks("mean", losses + [math.log(norm) for norm in method.norms], device), method.full_parameters()
+    ), count
 
 
 def settled_counter() -> int:

@@ -13,8 +13,8 @@ and 4 ranks, each in processes of its own. A row of the table is one such run:
   all storages that Python can reach, allocator is what malloc gave out since before the model was built.
 
 Rows that end in -bf16 compute and send in bf16 and keep fp32 masters. They are held against the same fp32 process.
-Rows that end in -acc4 take twice the batch, in four micro-batches, and clip to a global norm, which counts as a loss.
-They are held against one process that takes the batch whole.
+Rows that end in -acc4 take twice the batch, in four micro-batches, and clip to a global norm, whose logarithm counts as
+a loss. They are held against one process that takes the batch whole.
 
 All must compute the same. minizero must meet theory on the wire and in memory as well; there the others are shown, not
 judged: gloo's reduce-scatter is an all-reduce, and what they keep besides is their choice. Exit code 1 if a row fails.

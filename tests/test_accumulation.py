@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -154,6 +155,40 @@ def _graphs_differ(stage: int, pattern: str) -> None:
 @pytest.mark.parametrize("pattern", ["SSSS", "NNNS", "NSNS"])
 def test_held_gradients_add_up_whatever_each_graph_leaves_out(stage: int, pattern: str) -> None:
     run_ranks(2, in_double, _graphs_differ, stage, pattern)
+
+
+class Half(nn.Module):
+    """Two layers, the second of which is left out unless `both`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = nn.Linear(8, 8), nn.Linear(8, 8), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.second(x) if self.both else x
+
+
+def _unit_in_halves(stage: int) -> None:
+    """In the first backward each unit has the gradients of one half; in the next those of the other come first."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(Half(), Half()).double()
+    plain = copy.deepcopy(model)
+    side, _ = parallel(stage, model) if stage == 0 else parallel(stage, model, units=list(model))
+    losses = []
+    for i, batch in enumerate(inputs(3)):
+        for half in (*model, *plain):
+            half.both = i > 0
+        with no_sync(side) if i < 2 else nullcontext():
+            mean_square(side.model, batch[rank]).backward()
+        losses += [mean_square(plain, x) / world for x in batch]
+    assert_same(gradients(side), plain_gradients(plain, losses))
+
+
+@STAGES
+def test_a_unit_held_in_halves_stays_until_backward_has_left_it(stage: int) -> None:
+    run_ranks(2, in_double, _unit_in_halves, stage)
 
 
 def _recomputed(stage: int, reentrant: bool) -> None:
