@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from pydantic import BaseModel
 
+import minizero
 from minizero import config
 from minizero.config import BF16, Batch, Config, load_config, optimizer_class
 from minizero.config_keys import DEEPSPEED, KEYS
 from minizero.config_read import ConfigError
+from minizero.engine import Engine
 from minizero.optimizer import Adam, AdamW
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -25,6 +28,7 @@ SIZE = {"train_batch_size": 8}
 # DeepSpeed reads a file through `param_dict.get(...)` and through pydantic models. The first is recorded by a dict that
 # remembers what it was asked for, the second is read off the models.
 DEEPSPEED_KEYS = """
+import inspect
 import json
 import sys
 
@@ -89,24 +93,35 @@ defaults = {
     for name, field in model.model_fields.items()
     if isinstance(field.default, (bool, int, float, str))
 }
-json.dump([deepspeed.__version__, sorted(asked), defaults], open(sys.argv[1], "w"), default=str)
+engine = deepspeed.DeepSpeedEngine
+functions = {"initialize": deepspeed.initialize, "step": engine.step}  # backward hides its own behind a wrapper
+functions |= {"save_checkpoint": engine.save_checkpoint, "load_checkpoint": engine.load_checkpoint}
+signatures = {name: list(inspect.signature(function).parameters) for name, function in functions.items()}
+json.dump([deepspeed.__version__, sorted(asked), defaults, signatures], open(sys.argv[1], "w"), default=str)
 """
 
 
+class Installed(NamedTuple):
+    version: str
+    keys: set[str]
+    defaults: dict[str, Any]
+    signatures: dict[str, list[str]]
+
+
 @pytest.fixture(scope="module")
-def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, set[str], dict[str, Any]]:
+def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """Version, keys and defaults of the installed DeepSpeed; it is not imported into the process of the tests."""
     out = tmp_path_factory.mktemp("keys") / "keys.json"
     environment = {"DS_ACCELERATOR": "cpu", "DEEPSPEED_LOG_LEVEL": "error", "PYTHONWARNINGS": "ignore"}
     subprocess.run([sys.executable, "-c", DEEPSPEED_KEYS, str(out)], check=True, env=environment, capture_output=True)
-    version, keys, defaults = json.loads(out.read_text())
-    return version, set(keys), defaults
+    version, keys, defaults, signatures = json.loads(out.read_text())
+    return Installed(version, set(keys), defaults, signatures)
 
 
 def test_the_table_knows_every_key_of_the_installed_deepspeed_and_invents_none(
-    deepspeed: tuple[str, set[str], dict[str, Any]],
+    deepspeed: Installed,
 ) -> None:
-    version, theirs, _ = deepspeed
+    version, theirs = deepspeed.version, deepspeed.keys
     assert version == DEEPSPEED
     assert theirs - KEYS.keys() == set()
     # read elsewhere than in the classes above: by initialize(), or named there only to say that they are gone
@@ -139,7 +154,7 @@ def test_what_a_stage_of_deepspeed_reads_is_what_the_table_says() -> None:
     assert engine.count("elastic_checkpoint=") == 1  # handed to stages 1 and 2 only
 
 
-def test_each_used_key_has_a_field_and_each_field_is_used(deepspeed: tuple[str, set[str], dict[str, Any]]) -> None:
+def test_each_used_key_has_a_field_and_each_field_is_used(deepspeed: Installed) -> None:
     def fields(model: type[BaseModel], path: str = "") -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, field in model.model_fields.items():
@@ -155,15 +170,22 @@ def test_each_used_key_has_a_field_and_each_field_is_used(deepspeed: tuple[str, 
         f"{block}.{name}" for block in ("optimizer", "scheduler") for name in ("type", "params")
     }
     assert ours.keys() - used == set()
-    _, _, defaults = deepspeed
+    defaults = deepspeed.defaults
     other = {path for path in ours.keys() & defaults.keys() if ours[path] != defaults[path]}
     assert other == {"zero_optimization.stage3_prefetch_bucket_size"}  # theirs is 5e7 elements, ours one unit
 
 
+def test_initialize_and_the_engine_take_deepspeed_s_arguments_in_its_order(deepspeed: Installed) -> None:
+    for name, theirs in deepspeed.signatures.items():
+        ours = list(inspect.signature(getattr(Engine, name, minizero.initialize)).parameters)
+        assert ours[: len(theirs)] == theirs, name
+        assert ours[len(theirs) :] == (["units"] if name == "initialize" else []), name
+
+
 def test_a_refused_key_may_have_the_value_that_deepspeed_starts_from(
-    deepspeed: tuple[str, set[str], dict[str, Any]],
+    deepspeed: Installed,
 ) -> None:
-    _, _, defaults = deepspeed
+    defaults = deepspeed.defaults
     refused = [path for path in defaults if KEYS[path].fate == "refused" and KEYS[path].off]
     assert len(refused) > 8
     for path in refused:
