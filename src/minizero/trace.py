@@ -70,10 +70,10 @@ class Record:
 class Trace:
     """Records what the units of `zero` do on this rank while the `with` block runs.
 
-    with Trace(zero) as trace:
-        model(x).backward()
-    trace.record.spent("wait", "late")      # seconds
-    timeline = trace.merge()                # on all ranks
+        with Trace(zero) as trace:
+            model(x).backward()
+        trace.record.spent("wait", "late")      # seconds
+        timeline = trace.merge()                # on all ranks
     """
 
     def __init__(self, zero: Any) -> None:
