@@ -19,16 +19,16 @@ from minizero.prefetch import ByBytes, ByCount
 
 preload("minizero.prefetch")
 SCHEDULES = [0, 1, 2, ByCount(1), ByCount(2), ByBytes(10_000)]
-LAYERS, WIDTH = 4, 8
+WIDTH, SIZES = 8, (5, 5, 8, 5, 5)  # neighbours of one size, which use each other's buffers, and one of another
 
 
 class Chain(nn.Module):
-    """Layer k's gradients are about k + 1 times as large as the first one's, and its size is another."""
+    """Layer k's gradients are about k + 1 times as large as the first one's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 3 * k + 5), nn.Tanh(), nn.Linear(3 * k + 5, WIDTH)) for k in range(LAYERS)
+            nn.Sequential(nn.Linear(WIDTH, size), nn.Tanh(), nn.Linear(size, WIDTH)) for size in SIZES
         )
         self.head = nn.Linear(WIDTH, 1)
 
