@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import minizero
 from minizero import GPT, checkpoint
+from minizero.offload import offload_optimizer
 from minizero.precision import Precision
 
 DEEPSPEED_FILE = Path(__file__).resolve().parents[1] / "configs" / "zero3.json"
@@ -208,6 +209,16 @@ class MiniZero(Method):
         return self.zero.full_state()
 
 
+class Offloaded(MiniZero):
+    """minizero's stage 3 with masters and optimizer states in host memory."""
+
+    def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float) -> None:
+        self.network = model
+        self.zero = minizero.Zero(model, units=model.blocks)
+        self.optimizer = offload_optimizer(self.zero, optimizer_class, lr=lr)
+        self.norms = []
+
+
 class Resumed(MiniZero):
     """minizero's stage 3, but the first step is stage 1's: that model is saved, and gone when this one loads it."""
 
@@ -258,6 +269,10 @@ def builders(micro_batch: int) -> dict[str, Callable[[GPT, OptimizerClass, float
         bf16 = {"bf16": {"enabled": True}}
         named[f"deepspeed{stage}-bf16"] = partial(DeepSpeed, stage=stage, micro_batch=micro_batch, **bf16)
         named[f"minizero{stage}-bf16"] = partial(MiniZero, stage=stage, dtypes=Precision(torch.bfloat16))
+    zero = json.loads(DEEPSPEED_FILE.read_text())["zero_optimization"] | {"offload_optimizer": {"device": "cpu"}}
+    offload = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}  # else it refuses torch's optimizers
+    named["deepspeed3-offload"] = partial(DeepSpeed, stage=3, micro_batch=micro_batch, **offload)
+    named["minizero3-offload"] = Offloaded
     named["minizero3-resume"] = Resumed
     return named
 

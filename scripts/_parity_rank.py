@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minizero import GPT, GPTConfig, Ledger
 from minizero.accumulation import step_traffic
+from minizero.courier import offloaded_states
 from minizero.data import Batches, load_corpus
 from minizero.ledger import ring_bytes
 from minizero.memory import model_states, padding
@@ -166,12 +167,19 @@ def theory(job: Job, model: GPT, world: int) -> dict[str, float]:
     roll_calls = 2 * len(units) * 8 * (world - 1) * parts if stage == 3 else 0
     norms = 8 * (world - 1) if parts > 1 else 0
     passes = step_traffic(world, world, stage, parts, 1) // max(1, world - 1)  # one element on each rank: a byte a pass
+
+    def state(elements: int) -> int:
+        if job.method.endswith("-offload"):
+            held = offloaded_states(elements, world, stage, weight=4)
+            return held.device + held.host
+        return model_states(elements, world, stage, precision).total
+
     return {
         "parameters": params,
         "wire_theory": passes * ring_bytes("all_gather", itemsize * params, world),
         "wire_expected": passes * ring_bytes("all_gather", itemsize * padded, world) + roll_calls + norms,
-        "state_theory": model_states(params, world, stage, precision).total,
-        "state_expected": model_states(padded, world, stage, precision).total,
+        "state_theory": state(params),
+        "state_expected": state(padded),
     }
 
 

@@ -15,6 +15,7 @@ and 4 ranks, each in processes of its own. A row of the table is one such run:
 Rows that end in -bf16 compute and send in bf16 and keep fp32 masters. They are held against the same fp32 process.
 Rows that end in -acc4 take twice the batch, in four micro-batches, and clip to a global norm, whose logarithm counts as
 a loss. They are held against one process that takes the batch whole.
+Rows that end in -offload keep masters and optimizer states in host memory, beside the weights that are gathered.
 
 All must compute the same. minizero must meet theory on the wire and in memory as well; there the others are shown, not
 judged: gloo's reduce-scatter is an all-reduce, and what they keep besides is their choice. Exit code 1 if a row fails.
@@ -37,6 +38,7 @@ STAGES = {"ddp": 0, "fsdp2": 3, "deepspeed1": 1, "deepspeed2": 2, "deepspeed3": 
 STAGES |= {f"minizero{stage}": stage for stage in (0, 1, 2, 3)}
 SHARDED = [method for method, stage in STAGES.items() if stage > 0]
 STAGES |= {f"{method}-{kind}": STAGES[method] for kind in ("bf16", "acc4") for method in SHARDED}
+STAGES |= {"deepspeed3-offload": 3, "minizero3-offload": 3}
 STAGES["minizero3-resume"] = 3  # after a first step in stage 1, from its checkpoint
 METHODS = list(STAGES)
 
