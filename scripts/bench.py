@@ -13,6 +13,8 @@ faster without doing less arithmetic; stages 1 to 3 do less, since each rank upd
 The losses of all methods are compared while they are timed: exit code 1 if one differs. Beside the table there is one
 line for each pair that matters, `RATIO minizero3/fsdp2 2 0.755`: methods, number of ranks, median ratio.
 
+Rows that end in -bf16 compute and send in bf16; those in -acc4 have four micro-batches a step, and clip.
+
 Then checkpoints are saved and loaded, by the methods that shard parameters and states. `stall` is what a save in the
 background keeps training waiting.
 """
@@ -39,31 +41,33 @@ from minizero.data import Batches, load_corpus
 FLOOR, BASE = "floor", "fsdp2"
 METHODS = [FLOOR, "ddp", BASE, "deepspeed1", "deepspeed2", "deepspeed3", *(f"minizero{stage}" for stage in range(4))]
 RATIOS = [("minizero3", BASE), ("minizero3", "deepspeed3"), ("minizero3", FLOOR)]
+for kind in ("-bf16", "-acc4"):
+    METHODS += [BASE + kind, "deepspeed3" + kind, "minizero3" + kind]
+    RATIOS += [("minizero3" + kind, BASE + kind), ("minizero3" + kind, "deepspeed3" + kind)]
 
 SAVES = 5  # checkpoints of each method that has sharded ones
 WARM_UP = 3  # rounds not timed: lazy initialisation, and DeepSpeed's tracing of the model
 LEARNING_RATE = 1e-4  # times do not depend on it; a larger one makes losses of equal methods part sooner
-SAME_LOSS = 1e-4  # rounding grows with the steps; a wrong gradient or a missed update shows in the second digit
+# Rounding grows with the steps; a wrong gradient or a missed update shows in the second digit. bf16 as in parity.py.
+SAME_LOSS = {"": 1e-4, "acc4": 1e-4, "bf16": 5e-3}
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     """What each rank does: build every method, time the rounds; rank 0 prints."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = GPTConfig(context=arguments.context, layers=arguments.layers, width=arguments.width)
-    micro_batch = arguments.batch // world
     text = load_corpus(context=config.context).training
-    batches = Batches(text, config.context, micro_batch, rank=rank, world=world)
     linear = torch.nn.functional.linear
-    build = builders(micro_batch)
-    methods = {
-        name: build["one" if name == FLOOR else name](
-            build_model(config, torch.float32, device), torch.optim.AdamW, LEARNING_RATE
-        )
-        for name in arguments.methods
-    }
+    methods, data = {}, {}
+    for name in arguments.methods:
+        sequences = arguments.batch // world * (4 if kind_of(name) == "acc4" else 1)
+        build = builders(sequences)["one" if name == FLOOR else name]
+        methods[name] = build(build_model(config, torch.float32, device), torch.optim.AdamW, LEARNING_RATE)
+        batches = Batches(text, config.context, sequences, rank=rank, world=world)
+        steps = range(WARM_UP + arguments.rounds)
+        data[name] = [tuple(tensor.to(device) for tensor in batches.at(step)) for step in steps]
     if torch.nn.functional.linear is not linear:
         raise RuntimeError("a library replaced torch.nn.functional.linear for all methods in this process")
-    data = [tuple(tensor.to(device) for tensor in batches.at(step)) for step in range(WARM_UP + arguments.rounds)]
     seconds, losses = time_rounds(methods, data, device)
     check_losses(losses)
     shards = {name: methods[name] for name in SAVED if name in methods}
@@ -73,16 +77,22 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
         print_saving(saving, world)
 
 
+def kind_of(name: str) -> str:
+    """What a method's steps have besides: "bf16", "acc4" (four micro-batches, clipping) or nothing."""
+    return name.partition("-")[2]
+
+
 def time_rounds(
-    methods: dict[str, Method], data: list[tuple[Tensor, Tensor]], device: torch.device
+    methods: dict[str, Method], data: dict[str, list[tuple[Tensor, Tensor]]], device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """For each method: seconds of the slowest rank, (timed rounds,), and loss on the whole batch, (all rounds,)."""
     names = list(methods)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
-    for index, (x, y) in enumerate(data):
+    for index in range(len(data[names[0]])):
         for turn in range(len(names)):
             name = names[(index + turn) % len(names)]
+            x, y = data[name][index]
             dist.barrier()
             start = time.perf_counter()
             losses[name].append(methods[name].step(x, y))
@@ -94,12 +104,13 @@ def time_rounds(
 
 
 def check_losses(losses: dict[str, Tensor]) -> None:
-    """Raise unless all methods computed the same; the floor only until its first update, made from its own samples."""
-    reference = next((name for name in losses if name != FLOOR), FLOOR)
+    """Raise unless all of a kind computed the same; the floor only until its first update, from its own samples."""
     for name, loss in losses.items():
+        kind = kind_of(name)
+        reference = next((other for other in losses if other != FLOOR and kind_of(other) == kind), FLOOR)
         steps = 1 if name == FLOOR else len(loss)
         worst = float((loss - losses[reference])[:steps].abs().max())
-        if not worst <= SAME_LOSS:
+        if not worst <= SAME_LOSS[kind]:
             raise RuntimeError(f"losses of {name} and {reference} differ by {worst:.1e}: these are not the same steps")
 
 
@@ -109,10 +120,10 @@ def check_losses(losses: dict[str, Tensor]) -> None:
 def print_table(seconds: dict[str, Tensor], world: int, parameters: int) -> None:
     """Medians and quartiles over rounds of each method's step and of its ratio to FSDP2's step in the same round."""
     print(f"\n{world} ranks, {torch.get_num_threads()} threads each, {parameters:,} parameters")
-    print(f"{'method':<12}{'ms':>8}{'quartiles':>18}{f'x {BASE}':>10}{'quartiles':>16}")
+    print(f"{'method':<16}{'ms':>8}{'quartiles':>18}{f'x {BASE}':>10}{'quartiles':>16}")
     for name, took in seconds.items():
         low, middle, high = quartiles(1e3 * took)
-        text = f"{name:<12}{middle:8.1f}{f'{low:.1f} - {high:.1f}':>18}"
+        text = f"{name:<16}{middle:8.1f}{f'{low:.1f} - {high:.1f}':>18}"
         if BASE in seconds:
             low, middle, high = quartiles(took / seconds[BASE])
             text += f"{middle:10.3f}{f'{low:.3f} - {high:.3f}':>16}"

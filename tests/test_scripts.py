@@ -209,7 +209,8 @@ def test_differences_are_taken_by_name() -> None:
 
 def test_every_method_has_an_adapter() -> None:
     assert set(METHODS) == set(builders(1)) - {"one"}
-    assert set(bench.METHODS) == {"floor", *(method for method in METHODS if "-" not in method)}
+    assert set(bench.METHODS) <= {"floor", *METHODS}
+    assert {method for method in METHODS if "-" not in method} <= set(bench.METHODS)
 
 
 def test_bench_refuses_losses_that_differ() -> None:
@@ -219,6 +220,10 @@ def test_bench_refuses_losses_that_differ() -> None:
         check_losses({**same, "ddp": torch.tensor([3.0, 2.001])})
     with pytest.raises(RuntimeError, match="losses of floor"):
         check_losses({**same, "floor": torch.tensor([3.1, 2.0])})
+    # each kind is held against the first of its own
+    check_losses({**same, "fsdp2-bf16": torch.tensor([3.0, 2.1]), "minizero3-bf16": torch.tensor([3.0, 2.104])})
+    with pytest.raises(RuntimeError, match="losses of minizero3-acc4 and fsdp2-acc4"):
+        check_losses({**same, "fsdp2-acc4": torch.tensor([3.0, 2.1]), "minizero3-acc4": torch.tensor([3.0, 2.104])})
 
 
 # ---- the scripts -------------------------------------------------------------------------------------------------
