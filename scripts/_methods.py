@@ -263,7 +263,12 @@ def builders(micro_batch: int) -> dict[str, Callable[[GPT, OptimizerClass, float
     named["minizero0"] = Replicated
     for stage in (1, 2, 3):
         named[f"minizero{stage}"] = partial(MiniZero, stage=stage)
-    named |= {f"{name}-acc4": partial(in_parts, build, 1 if name == "one" else 4) for name, build in named.items()}
+    for name in (
+        "one",
+        "fsdp2",
+        *(f"{library}{stage}" for library in ("deepspeed", "minizero") for stage in (1, 2, 3)),
+    ):
+        named[f"{name}-acc4"] = partial(in_parts, named[name], 1 if name == "one" else 4)
     named["fsdp2-bf16"] = FSDP2InBF16
     for stage in (1, 2, 3):
         bf16 = {"bf16": {"enabled": True}}
