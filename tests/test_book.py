@@ -123,6 +123,13 @@ def test_a_notebook_is_committed_without_outputs_and_with_an_id_for_every_cell(f
     assert "widgets" not in raw["metadata"]
 
 
+def test_every_label_is_given_once() -> None:
+    texts = [file.read_text() for file in sorted((ROOT / "book").glob("*.*")) if file.suffix in (".ipynb", ".md")]
+    labels = [label for text in texts for label in re.findall(r":label: ([\w-]+)", text)]
+    assert len(labels) > 50
+    assert sorted(label for label in set(labels) if labels.count(label) > 1) == []
+
+
 def test_every_cell_that_shows_the_package_shows_it_as_it_is() -> None:
     assert sync.main(["--check"]) == 0
 
