@@ -48,6 +48,9 @@ LIMITS = {"loss32": 1e-5, "parameters32": 1e-5, "loss64": 1e-12, "parameters64":
 # default sizes: losses off by 1.3e-3 to 2.4e-3, parameters by 5.4e-3 to 5.5e-3 (one process by hand, FSDP2, DeepSpeed,
 # minizero); without fp32 masters, all in bf16, 8.8e-3. The limit on parameters lies between: it notices their loss.
 LIMITS_BF16 = {"loss32": 5e-3, "parameters32": 7e-3}
+# With clipping the logarithm of each norm counts as a loss. Norms are less exact: in 20 fp32 steps on 2 ranks they were
+# off by 2.4e-5 to 2.6e-5, FSDP2's, DeepSpeed's and minizero's alike; in float64 they meet the limit above.
+LIMITS_ACC4 = LIMITS | {"loss32": 1e-4}
 # Room for TCP/IP headers and barriers on the loopback interface, and for Adam's step counters, one for each parameter.
 LOOPBACK_EXTRA, STATE_EXTRA = 0.02, 0.01
 
@@ -79,7 +82,7 @@ def steps_in_fp32(method: str, row: dict[str, Any]) -> bool:
 
 def faults(method: str, row: dict[str, Any]) -> list[str]:
     """Why a row fails: nothing, if it passes."""
-    limits = LIMITS_BF16 if method.endswith("-bf16") else LIMITS
+    limits = {"bf16": LIMITS_BF16, "acc4": LIMITS_ACC4}.get(method.partition("-")[2], LIMITS)
     limits = {key: limit for key, limit in limits.items() if key.endswith("32") or not steps_in_fp32(method, row)}
     found = [f"{key} {row[key]:.1e} > {limit:.0e}" for key, limit in limits.items() if not row[key] <= limit]
     if method.startswith("minizero"):

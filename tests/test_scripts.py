@@ -189,6 +189,11 @@ def test_a_row_off_in_one_figure_fails(key: str, value: float) -> None:
     assert found[0].startswith(key)
 
 
+def test_norms_may_be_further_off_in_fp32_but_not_in_float64() -> None:
+    assert faults("minizero3-acc4", GOOD | {"loss32": 5e-5}) == []
+    assert len(faults("minizero3-acc4", GOOD | {"loss32": 2e-4, "loss64": 2e-12})) == 2
+
+
 def test_others_are_not_judged_on_bytes_and_deepspeed_not_on_float64() -> None:
     bytes_off = {"ledger": 3000.0, "loopback": 3000.0, "state": 9000}
     assert faults("fsdp2", GOOD | bytes_off) == []
