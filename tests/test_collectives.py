@@ -65,6 +65,10 @@ def _all_gathers() -> None:
             first.wait()
             assert torch.equal(full, expected)
             assert torch.equal(places, expected)
+    precise = torch.arange(3 * world) / 3  # rounded on its way
+    rounded = torch.zeros(3 * world, dtype=torch.bfloat16)
+    launch_all_gather(rounded, precise[3 * rank : 3 * rank + 3]).wait()
+    assert torch.equal(rounded, precise.bfloat16())
     with pytest.raises(ValueError, match="full must be 1-D"):
         launch_all_gather(torch.empty(world + 1), torch.empty(1))
 

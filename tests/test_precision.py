@@ -359,7 +359,7 @@ def test_a_master_changes_where_the_full_parameters_were_changed_and_nowhere_els
     flat.full[changed] = 1.5
     flat.take_shard()
     assert torch.equal(flat.master, torch.where(flat.cut(changed), 1.5, flat.cut(padded)))
-    assert torch.equal(flat.outgoing(), flat.master.to(low))
+    assert torch.equal(flat.shard.to(low), flat.master.to(low))
     assert all(
         torch.equal(piece, flat.master[flat.layout.slice_of(i, rank)]) and piece.dtype == FP32
         for i, piece in enumerate(flat.slices)

@@ -145,7 +145,7 @@ def publish(zero: Zero) -> None:
         flat.refresh()
         if flat.aliased:
             with on_all_ranks("gather the parameters that were loaded"):
-                launch_all_gather(flat.full, flat.outgoing(), zero.group).wait()
+                launch_all_gather(flat.full, flat.shard, zero.group).wait()
     mark_changed(zero.units)
 
 

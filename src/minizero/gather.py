@@ -73,7 +73,7 @@ class Unit(NotCopied):
             if flat.aliased and not flat.requires_grad:
                 continue  # stages 1 and 2 never let go of it, and no step changes it
             flat.allocate()
-            self._works.append(launch_all_gather(flat.full, flat.outgoing(), self._group))
+            self._works.append(launch_all_gather(flat.full, flat.shard, self._group))
         self.state = State.IN_FLIGHT
 
     def wait(self) -> None:

@@ -162,10 +162,6 @@ class FlatParameters:
         if self.shard is not self.master:
             self.shard.copy_(self.master)
 
-    def outgoing(self) -> Tensor:
-        """What this rank sends in an all-gather: its shard, in its place in `full` already if it has to be rounded."""
-        return self.shard if self.shard.dtype == self.full.dtype else self.cut(self.full).copy_(self.shard)
-
     def take_shard(self) -> None:
         """Take over this rank's part of `full`. Where that is the master's rounded value, the master stays as it is."""
         part = self.cut(self.full)
