@@ -90,6 +90,36 @@ def test_units_come_ahead_and_leave(prefetch: int, forward: str, backward: str) 
     assert run_ranks(2, _events, prefetch) == [expected, expected]
 
 
+def _verbs_of_a_step() -> str:
+    """The verbs called in one step, with the unit's name: c(ompare), w(ait), and u(nshard) if it launches."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    zero = minizero.Zero(model, list(model))
+    verbs: list[str] = []
+
+    def note(unit: Unit, verb: str) -> None:
+        def noted(*args: Any) -> None:
+            if unit.flats and unit.state == {"compare": State.IN_FLIGHT, "unshard": State.SHARDED}.get(
+                verb, unit.state
+            ):
+                verbs.append(verb[0] + unit.name)
+            original(*args)
+
+        original = getattr(unit, verb)
+        setattr(unit, verb, noted)
+
+    for unit in zero.units:
+        for verb in ("unshard", "compare", "wait"):
+            note(unit, verb)
+    model(torch.ones(2, 4)).sum().backward()
+    return " ".join(verbs)
+
+
+def test_the_next_gather_is_launched_before_the_wait_and_after_the_comparison() -> None:
+    # Later would leave the link idle; earlier, ranks that disagree would wait for messages that nobody sends (F13).
+    forward = "u0 c0 u1 w0 c0 c1 u2 w1 c1 c2 w2 c2"
+    assert run_ranks(2, _verbs_of_a_step)[0].startswith(forward)
+
+
 def _frozen_units_in_backward() -> list[str]:
     """A frozen unit has no gradient that tells when backward is through with it."""
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])

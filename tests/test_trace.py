@@ -70,7 +70,7 @@ def test_one_step_of_stage_3() -> None:
         assert Counter(s.kind for s in record.work if s.kind not in ("forward", "backward")) == {
             "launch": 3 * (LAYERS + 1),
             "late": 2,  # the root's, once in each pass
-            "wait": 2 * LAYERS,
+            "wait": 2 * LAYERS + 2 * (LAYERS + 1),  # for weights that were gathered ahead, and in all roll calls
             "reshard": 2 * (LAYERS + 1),
             "land": LAYERS + 1,
         }

@@ -76,13 +76,19 @@ class Unit(NotCopied):
             self._works.append(launch_all_gather(flat.full, flat.shard, self._group))
         self.state = State.IN_FLIGHT
 
+    def compare(self) -> None:
+        """Wait for the other ranks' answers to the roll call. Raises RuntimeError if one gathers something else."""
+        if self._check:
+            with on_all_ranks(f"gather unit {self.name!r}"):
+                self._check()
+            self._check = None
+
     def wait(self) -> None:
         """Wait for the all-gather and put the parameters into the modules. Raises RuntimeError naming the unit."""
         if self.state != State.IN_FLIGHT:
             return
+        self.compare()
         with on_all_ranks(f"gather unit {self.name!r}"):
-            if self._check:
-                self._check()
             while self._works:
                 self._works.pop().wait()
         for flat in self.flats:
@@ -144,10 +150,11 @@ class Gatherer(NotCopied):
     def need(self, unit: Unit, moment: Moment | None) -> None:
         """Have the unit here, and those that the schedule expects next on their way; with None, only the unit."""
         self.unshard(unit)
-        unit.wait()
+        unit.compare()  # ranks that agree here agree on what is next: that need not wait until this one is here
         if self.frees and not self.holds and moment:
             for ahead in self.schedule.after(unit, moment):
                 self.unshard(ahead)
+        unit.wait()
 
     def reshard_all(self) -> None:
         """Leave every unit SHARDED, also after an error that no hook heard of."""

@@ -141,11 +141,9 @@ def waits(compute: Sequence[float], gather: Sequence[float], count: int) -> list
             arrivals.append(link)
 
     for i, seconds in enumerate(compute):
-        launch(i + 1)
-        lost.append(max(0.0, arrivals[i] - clock))
-        clock += lost[-1]
         launch(i + 1 + count)
-        clock += seconds
+        lost.append(max(0.0, arrivals[i] - clock))
+        clock += lost[-1] + seconds
     return lost
 
 

@@ -37,10 +37,10 @@ class Record:
     """What one rank saw.
 
     `work` are the spans of its thread, of which no two overlap: it is computing ("forward", "backward"), starting a
-    collective ("launch"), blocked by one ("wait", "land") or freeing ("reshard"). A "late" is a wait for a
-    gather that was started at that moment and not ahead. `flights` are "gather" and "reduce" from their start until
-    somebody had waited for them: when they arrived in between, a rank does not learn. `live` are the bytes of gathered
-    parameters of each unit (time, unit, bytes), whenever they changed.
+    collective ("launch"), blocked by one or by the roll call before it ("wait", "land") or freeing ("reshard"). A
+    "late" is a wait for a gather that was started at that moment and not ahead. `flights` are "gather" and "reduce"
+    from their start until somebody had waited for them: when they arrived in between, a rank does not learn. `live` are
+    the bytes of gathered parameters of each unit (time, unit, bytes), whenever they changed.
     """
 
     work: list[Span] = field(default_factory=list)
@@ -94,6 +94,7 @@ class Trace:
         for unit in self._zero.units:
             for name, around in (("unshard", self._unshard), ("wait", self._wait), ("reshard", self._reshard)):
                 self._wrap(unit, name, partial(around, unit))
+            self._wrap(unit, "compare", partial(self._compare, unit))
             begin, end = partial(self._begin, "forward", unit.name), partial(self._end, "forward", unit.name)
             hooks = [
                 unit.module.register_forward_pre_hook(lambda *_, begin=begin: begin()),
@@ -167,12 +168,16 @@ class Trace:
             verb(*args)
         self._measure(unit)
 
+    def _compare(self, unit: Any, verb: Callable[..., None]) -> None:
+        if unit._check:
+            with self._doing("wait", unit.name):
+                verb()
+
     def _wait(self, unit: Any, verb: Callable[..., None]) -> None:
-        if unit.state != "IN_FLIGHT":
-            return
-        with self._doing("late" if unit is self._needed else "wait", unit.name):
-            verb()
-        self._finish("gather", unit, unit)
+        if unit.state == "IN_FLIGHT":
+            with self._doing("late" if unit is self._needed else "wait", unit.name):
+                verb()
+            self._finish("gather", unit, unit)
 
     def _reshard(self, unit: Any, verb: Callable[..., None]) -> None:
         if unit.state == "SHARDED":
