@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
-from minizero.roll_call import RollCall
+from minizero.roll_call import RollCall, companion
 
 
 def _disagree(same: bool) -> None:
@@ -20,3 +20,12 @@ def _disagree(same: bool) -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_roll_call_names_the_units_on_both_ranks(same: bool) -> None:
     run_ranks(2, _disagree, same)
+
+
+def _ask_for_companions() -> None:
+    assert companion(None, "save") is companion(dist.group.WORLD, "save")
+    assert companion(None, "save") not in [companion(None, "roll call"), dist.group.WORLD]
+
+
+def test_each_purpose_has_one_companion_of_a_group() -> None:
+    run_ranks(2, _ask_for_companions)

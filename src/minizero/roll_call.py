@@ -14,8 +14,21 @@ from torch.distributed import ProcessGroup
 
 from minizero.collectives import ROLL_CALL_TAG, Exchange, timeout_of
 
-# NCCL has no tags: there the roll is called in a gloo group, one for each group as long as that lives.
-_roll_call_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_companions: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = WeakKeyDictionary()
+
+
+def companion(group: ProcessGroup | None, purpose: str) -> ProcessGroup:
+    """A gloo group of the same ranks for `purpose` alone, as long as `group` lives; the first call is one on all ranks.
+
+    What travels there cannot be taken for what the group itself, or another purpose, has on the way.
+    """
+    companions = _companions.setdefault(group or dist.distributed_c10d._get_default_group(), {})
+    if purpose not in companions:
+        # local synchronization: only this group's ranks take part; other groups can be made at the same time
+        companions[purpose] = dist.new_group(
+            dist.get_process_group_ranks(group), timeout_of(group), "gloo", use_local_synchronization=True
+        )
+    return companions[purpose]
 
 
 class RollCall:
@@ -26,15 +39,9 @@ class RollCall:
     """
 
     def __init__(self, names: Sequence[str], group: ProcessGroup | None) -> None:
-        self.names, self._group = names, group
-        if dist.get_backend(group) == "nccl":
-            key = group or dist.distributed_c10d._get_default_group()
-            if key not in _roll_call_groups:
-                # local synchronization: only this group's ranks take part; other groups can be made at the same time
-                _roll_call_groups[key] = dist.new_group(
-                    dist.get_process_group_ranks(group), timeout_of(group), "gloo", use_local_synchronization=True
-                )
-            self._group = _roll_call_groups[key]
+        self.names = names
+        # NCCL has no tags to keep the roll and the weights apart
+        self._group = companion(group, "roll call") if dist.get_backend(group) == "nccl" else group
 
     def call(self, index: int, seen: int = 0) -> Callable[[], None]:
         """Announce the unit `index`; the function returned waits for the others and compares.

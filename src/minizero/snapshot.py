@@ -8,35 +8,22 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from minizero.collectives import on_all_ranks, timeout_of
+from minizero.collectives import on_all_ranks
 from minizero.files import PARTIAL, durable, encode, flush_folder, write_tensors
 from minizero.manifest import CheckpointError, Manifest, check_tag, dtype_name, file_of, read_latest
+from minizero.roll_call import companion
 from minizero.sharding import FlatParameters
 from minizero.whole import persistent_buffers
 from minizero.zero import Zero
 
 T = TypeVar("T")
-
-# Ranks agree in groups of their own: in the background too. One for each group, as long as that lives.
-_quiet_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-
-
-def _quiet(group: ProcessGroup | None) -> ProcessGroup:
-    key = group or dist.distributed_c10d._get_default_group()
-    if key not in _quiet_groups:
-        _quiet_groups[key] = dist.new_group(
-            dist.get_process_group_ranks(group), timeout_of(group), "gloo", use_local_synchronization=True
-        )
-    return _quiet_groups[key]
 
 
 class Ranks:
@@ -48,7 +35,7 @@ class Ranks:
         if zero.replicas is not None:
             self.replica, self.replicas = dist.get_rank(zero.replicas), dist.get_world_size(zero.replicas)
         self.number = self.replica * self.world + dist.get_rank(zero.group)
-        self.groups = [_quiet(group) for group in groups]
+        self.groups = [companion(group, "save") for group in groups]  # of their own: a save can run in the background
 
     def do(self, what: str, work: Callable[[], T]) -> list[T]:
         """What `work()` returned on each rank, in the order of their numbers.
