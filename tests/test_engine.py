@@ -307,7 +307,7 @@ def test_what_cannot_work_is_refused_by_name_on_all_ranks_and_changes_nothing() 
     assert "takes no distributed_port" in first["port"]
     assert "got 2" in first["two"]
     assert "train_batch_size 3 is not" in first["triple"]
-    assert "gradient_clipping is 0.0 on rank 0, 1.0 on 1" in first["ranks"]
+    assert "rank 0 has gradient_clipping: 0.0, rank 1 has gradient_clipping: 1.0" in first["ranks"]
     assert "an nn.Module, got NoneType" in first["model"]
 
 

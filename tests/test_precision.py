@@ -190,9 +190,9 @@ def refusals() -> None:
     with pytest.raises(ValueError, match=r"'embedding\.weight' and 'head\.weight', which are one parameter"):
         Zero(TiedToKept(), dtypes=Precision(BF16, keep_fp32=(nn.Embedding,)))
     Zero(TiedToKept(), dtypes=Precision(BF16, keep_fp32=(nn.Embedding, nn.Linear)))
-    with pytest.raises(ValueError, match=r"ranks shard different models.*computed in torch\.(bfloat16|float16)"):
+    with pytest.raises(ValueError, match=r"ranks bring different models.*computed in torch\.(bfloat16|float16)"):
         Zero(nn.Linear(2, 2), dtypes=Precision(BF16 if dist.get_rank() else FP16))
-    with pytest.raises(ValueError, match="ranks shard different models"):
+    with pytest.raises(ValueError, match="ranks bring different models"):
         Zero(nn.Linear(2, 2), dtypes=Precision(BF16) if dist.get_rank() else None)
 
 

@@ -180,7 +180,7 @@ def _models_differ() -> None:
     with pytest.raises(ValueError, match=r"rank 0 has .*'weight': \(3, 2\).* rank 1 has .*'weight': \(4, 2\)"):
         minizero.Zero(model)
     assert not any(isinstance(p, ShardedParameter) for p in model.parameters())  # nothing was changed
-    with pytest.raises(ValueError, match=r"rank 0 has \['stage 2'\], rank 1 has \['stage 3'\]"):
+    with pytest.raises(ValueError, match=r"rank 0 has stage 2, rank 1 has stage 3"):
         minizero.Zero(nn.Linear(2, 2), stage=2 + dist.get_rank())
 
 

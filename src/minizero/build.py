@@ -21,6 +21,7 @@ from minizero.offload import attach_offloaded
 from minizero.optimizer import check_elementwise, slice_groups
 from minizero.precision import LossScaler, Precision
 from minizero.prefetch import ByBytes
+from minizero.replicate import check_agreement
 from minizero.zero import Zero
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -79,7 +80,7 @@ def initialize(
         raise ValueError('initialize() needs optimizer=, or an "optimizer" in the configuration')
 
     device = init_distributed()
-    _agree(loaded)
+    check_agreement([f"{key}: {value}" for key, value in loaded.model_dump().items()], None, "configurations")
     if ignored and dist.get_rank() == 0:
         warnings.warn(f"minizero ignores {', '.join(ignored)}; `python -m minizero.config FILE` says why", stacklevel=2)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -146,16 +147,6 @@ def _check_client(optimizer: Optimizer, config: Config, scheduler: Any) -> None:
             )
     if isinstance(scheduler, LRScheduler) and scheduler.optimizer is not optimizer:
         raise ValueError("lr_scheduler= is bound to another optimizer: the rates it sets would never be used")
-
-
-def _agree(config: Config) -> None:
-    """Raise ValueError on all ranks if they have different configurations."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, config.model_dump())
-    for rank, theirs in enumerate(everyone):
-        for key, value in theirs.items():
-            if value != everyone[0][key]:
-                raise ValueError(f"configurations differ: {key} is {everyone[0][key]} on rank 0, {value} on {rank}")
 
 
 def _zero_options(config: Config) -> dict[str, Any]:

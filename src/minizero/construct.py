@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from minizero.collectives import on_all_ranks
 from minizero.gather import Unit
+from minizero.replicate import check_agreement
 from minizero.sharding import Holder, holders_of, raise_replaced
 
 
@@ -132,13 +133,7 @@ def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], group
         for p, holders in plan.parameters
         for name in [holders[0].full_name]
     ]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            index = next(i for i in range(len(theirs) + 1) if theirs[i : i + 1] != everyone[0][i : i + 1])
-            first, other = everyone[0][index : index + 1], theirs[index : index + 1]
-            raise ValueError(f"ranks shard different models: rank 0 has {first}, rank {rank} has {other}")
+    check_agreement(mine, group)
 
 
 def materialise(

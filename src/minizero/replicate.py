@@ -224,8 +224,8 @@ def check_model(model: nn.Module) -> None:
         raise ValueError("the model has no parameter that requires a gradient")
 
 
-def check_agreement(mine: list[str], group: ProcessGroup | None) -> None:
-    """Raise ValueError on all ranks, naming the first difference, unless all pass the same list.
+def check_agreement(mine: list[str], group: ProcessGroup | None, what: str = "models") -> None:
+    """Raise ValueError on all ranks, naming the first difference, unless all describe `what` they bring alike.
 
     Collectives of different lengths need not raise: gloo gives one of the ranks wrong values instead.
     """
@@ -234,7 +234,7 @@ def check_agreement(mine: list[str], group: ProcessGroup | None) -> None:
     for rank, theirs in enumerate(everyone):
         for first, other in zip_longest(everyone[0], theirs):
             if first != other:
-                raise ValueError(f"ranks bring different models: rank 0 has {first}, rank {rank} has {other}")
+                raise ValueError(f"ranks bring different {what}: rank 0 has {first}, rank {rank} has {other}")
 
 
 @torch.no_grad()
