@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from minizero.figures import rect, text
+
 RANKS = 4
-KINDS = [("parameters", 4, 3, "#0072b2"), ("gradients", 4, 2, "#e69f00"), ("optimizer states", 8, 1, "#009e73")]
+KINDS = [("parameters", 4, 3, "parameters"), ("gradients", 4, 2, "gradients"), ("optimizer states", 8, 1, "optimizer")]
 CUT = ["nothing is cut", "optimizer states are cut", "gradients are cut too", "parameters are cut too"]
 
 BYTE = 7  # height of one byte per parameter
@@ -20,34 +22,24 @@ PANEL = (210, 184)  # a stage: width, height
 
 # Inside a page the site's own colours win (book.css); alone, as an image, it follows the reader's system.
 STYLE = """
-  #zero-stages { color: #24292f; font-family: system-ui, -apple-system, "Segoe UI", Arial, sans-serif; }
+  #zero-stages { color: #24292f; font: 12px system-ui, -apple-system, "Segoe UI", Arial, sans-serif; }
   @media (prefers-color-scheme: dark) { #zero-stages { color: #ced6dd; } }
-  #zero-stages text { fill: currentColor; font-size: 12px; }
-  #zero-stages .stage { font-weight: 600; font-size: 14px; }
-  #zero-stages .freed { fill: none; stroke: #8b8b8b; stroke-dasharray: 2 2; }
 """
-
-
-def rectangle(x: float, y: float, width: float, height: float, attributes: str) -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" {attributes}/>'
-
-
-def text(x: float, y: float, content: str, attributes: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" {attributes}>{content}</text>'
 
 
 def bar(x: float, y: float, rank: int, stage: int) -> list[str]:
     """One rank: a block per kind of state; of a kind that is cut, the rank's quarter inside a dashed outline."""
     drawn = []
     tops = accumulate([0, *(size for _, size, _, _ in KINDS)])
-    for top, (_, size, first_cut, colour) in zip(tops, KINDS, strict=False):
+    for top, (_, size, first_cut, fill) in zip(tops, KINDS, strict=False):
         upper, height = y + top * BYTE, size * BYTE
         if stage < first_cut:
-            drawn.append(rectangle(x, upper, BAR, height - 1, f'fill="{colour}"'))
+            drawn.append(rect(x, upper, BAR, height - 1, fill))
         else:
-            drawn.append(rectangle(x + 0.5, upper + 0.5, BAR - 1, height - 2, 'class="freed"'))
+            outline = {"stroke": "#8b8b8b", "stroke_dasharray": "2 2"}
+            drawn.append(rect(x + 0.5, upper + 0.5, BAR - 1, height - 2, "none", **outline))
             part = height / RANKS
-            drawn.append(rectangle(x, upper + rank * part, BAR, part - 1, f'fill="{colour}"'))
+            drawn.append(rect(x, upper + rank * part, BAR, part - 1, fill))
     return drawn
 
 
@@ -55,14 +47,14 @@ def panel(x: float, y: float, stage: int) -> list[str]:
     """One stage: its name, the bytes that each rank keeps, and the ranks side by side."""
     kept = sum(size / RANKS if stage >= first_cut else size for _, size, first_cut, _ in KINDS)
     drawn = [
-        text(x, y + 14, f"Stage {stage}: {kept:g} bytes", 'class="stage"'),
+        text(x, y + 14, f"Stage {stage}: {kept:g} bytes", font_weight=600, font_size=14),
         text(x, y + 32, CUT[stage]),
     ]
     top = y + 44
     for rank in range(RANKS):
         left = x + 18 + rank * (BAR + GAP)
         drawn += bar(left, top, rank, stage)
-        drawn.append(text(left + BAR / 2, top + 16 * BYTE + 16, str(rank), 'text-anchor="middle"'))
+        drawn.append(text(left + BAR / 2, top + 16 * BYTE + 16, str(rank), text_anchor="middle"))
     tops = accumulate([0, *(size for _, size, _, _ in KINDS)])
     for upper, (name, size, _, _) in zip(tops, KINDS, strict=False):
         drawn.append(text(x, top + (upper + size / 2) * BYTE + 4, name[0].upper()))
@@ -75,8 +67,8 @@ def figure() -> str:
     width, head = 2 * PANEL[0] + 12, 34
     height = head + 2 * PANEL[1] + 8
     drawn = []
-    for left, (name, size, _, colour) in zip((6, 138, 260), KINDS, strict=True):
-        drawn.append(rectangle(left, 5, 12, 12, f'fill="{colour}"'))
+    for left, (name, size, _, fill) in zip((6, 138, 260), KINDS, strict=True):
+        drawn.append(rect(left, 5, 12, 12, fill))
         drawn.append(text(left + 18, 15, f"{name[0].upper()} {name}, {size}"))
     for stage in range(4):
         row, column = divmod(stage, 2)
