@@ -190,10 +190,7 @@ class Window:
         device = torch.device("cuda" if dist.get_backend(self._parallel.group) == "nccl" else "cpu")
         loss = float(sum(self._losses))
         found = torch.tensor([loss, self._weight, self.filled], dtype=torch.float64, device=device)
-        groups = [self._parallel.group]
-        if isinstance(self._parallel, Zero) and self._parallel.replicas is not None:
-            groups.append(self._parallel.replicas)
-        for group in groups:
+        for group in self._parallel.groups if isinstance(self._parallel, Zero) else [self._parallel.group]:
             everyone = found.new_empty(dist.get_world_size(group) * found.numel())
             with on_all_ranks("count the micro-batches"):
                 launch_all_gather(everyone, found, group).wait()

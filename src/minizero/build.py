@@ -175,7 +175,7 @@ def _build(zero: Zero, optimizer: Optimizer | None, groups: Groups | None, confi
     if optimizer is None:
         assert config.optimizer is not None
         cls, options = optimizer_class(config.optimizer)
-        optimizer = cls(slice_groups([flat for unit in zero.units for flat in unit.flats], groups), **options)
+        optimizer = cls(slice_groups(zero.flats, groups), **options)
     else:
         rebind(optimizer, zero, groups)
     offload = config.zero_optimization.offload_optimizer
@@ -190,7 +190,7 @@ def rebind(optimizer: Optimizer, zero: Zero, groups: Groups | None) -> None:
     `groups` are its param groups with names of parameters. Schedules that hold the optimizer, or one of its groups, go
     on to set the rates that are used.
     """
-    sliced = slice_groups([flat for unit in zero.units for flat in unit.flats], groups)
+    sliced = slice_groups(zero.flats, groups)
     fresh: Any = type(optimizer)  # Adagrad's state begins with the constructor
     optimizer.state = fresh([dict(group) for group in sliced]).state
     for group, new in zip(optimizer.param_groups, sliced, strict=True):

@@ -141,12 +141,12 @@ def load(directory: str | Path, zero: Zero, optimizer: Optimizer | None = None, 
 
 def publish(zero: Zero) -> None:
     """Make the model hold what the slices hold, the frozen ones too; and let no graph from before run its backward."""
-    for flat in (flat for unit in zero.units for flat in unit.flats):
+    for flat in zero.flats:
         flat.refresh()
         if flat.aliased:
             with on_all_ranks("gather the parameters that were loaded"):
                 launch_all_gather(flat.full, flat.shard, zero.group).wait()
-    mark_changed(zero.units)
+    mark_changed(zero.flats)
 
 
 # ---- one file of the whole model -----------------------------------------------------------------------------------
@@ -160,7 +160,6 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
     no more than that besides its shard. Raises CheckpointError on all ranks; then no file is there, or the old one.
     """
     ranks, path = Ranks(zero), Path(path).absolute()
-    flats = [flat for unit in zero.units for flat in unit.flats]
     buffers = persistent_buffers(zero.model)
 
     def spec(tensor: Tensor, shape: torch.Size) -> Spec:
@@ -168,7 +167,7 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
 
     specs = {
         holder.full_name: spec(flat.slices[0], shape)
-        for flat in flats
+        for flat in zero.flats
         for shape, holders in zip(flat.layout.shapes, flat.holders, strict=True)
         for holder in holders
     }
@@ -197,7 +196,7 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
 
     with ExitStack() as stack:
         ranks.first_does(f"write {path}", begin)
-        for flat in flats:
+        for flat in zero.flats:
             whole = gather_to_first(flat, zero.group) if ranks.replica == 0 else flat.master
             ranks.first_does(f"write {path}", partial(put_flat, flat, whole))
         ranks.first_does(f"write {path}", put_buffers)

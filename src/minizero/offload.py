@@ -64,7 +64,7 @@ class Offload:
     def __init__(self, zero: Zero, states: dict[Tensor, dict[str, torch.dtype]], directory: str | Path | None) -> None:
         self._zero, self._file = zero, None
         self._courier: Courier | None = None
-        self.flats = [flat for unit in zero.units for flat in unit.flats if flat.requires_grad]
+        self.flats = [flat for flat in zero.flats if flat.requires_grad]
         masters = [(flat.layout.shard_numel, flat.master.dtype) for flat in self.flats]
         if directory is not None:
             others = [(piece.numel(), dtype) for piece, named in states.items() for dtype in named.values()]
@@ -98,7 +98,7 @@ class Offload:
             result = action()
         except OSError as error:
             complaint = str(error)
-        for group in (self._zero.group,) if self._zero.replicas is None else (self._zero.group, self._zero.replicas):
+        for group in self._zero.groups:
             everyone: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(everyone, complaint, group=group)
             complaint = "; ".join(dict.fromkeys(text for text in everyone if text))
@@ -200,8 +200,7 @@ def offload_optimizer(
         OSError: on all ranks, if one of them has no room for its file or may not use it. Nothing is changed then.
     """
     check_elementwise(cls, elementwise)
-    sliced = slice_groups([flat for unit in zero.units for flat in unit.flats], groups)
-    return attach_offloaded(zero, cls(sliced, **options), directory)
+    return attach_offloaded(zero, cls(slice_groups(zero.flats, groups), **options), directory)
 
 
 def attach_offloaded(zero: Zero, optimizer: Optimizer, directory: str | Path | None = None) -> Optimizer:

@@ -56,9 +56,8 @@ class Reading:
 
     def check_content(self) -> None:
         """Whether the checkpoint fits the model and the optimizer, and its files what the manifest says."""
-        flats = [flat for unit in self.zero.units for flat in unit.flats]
         kinds = ("master",) if self.optimizer is None else ("master", "grad", "state/")
-        self.moves = moves(self.manifest, flats, kinds)
+        self.moves = moves(self.manifest, self.zero.flats, kinds)
         for number, group in groupby(self.moves, key=lambda move: move.number):
             path = self.folder / file_of(number)
             with naming(path), safe_open(path, "pt") as file:
@@ -115,7 +114,7 @@ class Reading:
         """Write the values into this rank's slices, buffers, optimizer and generators."""
         self.zero.zero_grad()
         targets: dict[tuple[str, str], Tensor] = {}
-        for flat in (flat for unit in self.zero.units for flat in unit.flats):
+        for flat in self.zero.flats:
             targets |= {(n, "master"): piece for n, piece in zip(flat.names, flat.slices, strict=True)}
         if self.optimizer is not None:
             targets |= self._make_room(self.optimizer)

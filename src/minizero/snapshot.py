@@ -30,12 +30,11 @@ class Ranks:
     """All ranks of a `Zero`, and how they do something together. With replicas, `number` counts through all of them."""
 
     def __init__(self, zero: Zero) -> None:
-        groups = [zero.group] if zero.replicas is None else [zero.group, zero.replicas]
         self.world, self.replica, self.replicas = dist.get_world_size(zero.group), 0, 1
         if zero.replicas is not None:
             self.replica, self.replicas = dist.get_rank(zero.replicas), dist.get_world_size(zero.replicas)
         self.number = self.replica * self.world + dist.get_rank(zero.group)
-        self.groups = [companion(group, "save") for group in groups]  # of their own: a save can run in the background
+        self.groups = [companion(group, "save") for group in zero.groups]  # of their own: saves run in the background
 
     def do(self, what: str, work: Callable[[], T]) -> list[T]:
         """What `work()` returned on each rank, in the order of their numbers.

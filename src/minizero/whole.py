@@ -58,12 +58,12 @@ def take_from_rank_0(unit: Unit, group: ProcessGroup | None, replicas: ProcessGr
     for flat in unit.flats:
         broadcast(flat.full, group, replicas)
         flat.take_shard()
-    mark_changed([unit])
+    mark_changed(unit.flats)
 
 
-def mark_changed(units: Sequence[Unit]) -> None:
+def mark_changed(flats: Sequence[FlatParameters]) -> None:
     """Tell autograd that parameters changed: a graph from before must raise in backward, as it does in plain torch."""
-    for flat in (flat for unit in units for flat in unit.flats):
+    for flat in flats:
         torch.autograd.graph.increment_version(flat.leaves)
 
 
@@ -154,7 +154,7 @@ def write_full_state(
             flat.refresh()
             if not flat.aliased:
                 flat.free()
-        mark_changed([unit])
+        mark_changed(unit.flats)
     for name, buffer in buffers.items():
         if is_first:
             buffer.copy_(state[name])

@@ -25,7 +25,6 @@ from minizero.gather import Gatherer, State, Unit, in_backward
 from minizero.optimizer import check_elementwise, check_state, clip_grad_norm, slice_groups
 from minizero.placeholder import NotCopied
 from minizero.reduce import Reducer
-from minizero.sharding import FlatParameters
 from minizero.whole import build_units, hold_gathered, mark_changed, precise, read_full_state, write_full_state
 
 
@@ -66,10 +65,12 @@ class Zero(NotCopied):
         if not callable(prefetch) and prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more units, got {prefetch!r}")
         self.model, self.stage, self.group, self.replicas = model, stage, group, replicas
+        self.groups = [group] if replicas is None else [group, replicas]  # one after the other they reach all ranks
         plans, chosen = plan_units(model, units), dtypes.choose(model) if dtypes else {}
-        for ranks in (group,) if replicas is None else (group, replicas):
+        for ranks in self.groups:
             agree(plans, stage, chosen, ranks)
         self.units = build_units(model, plans, stage, chosen, group, replicas, initialize)
+        self.flats = [flat for unit in self.units for flat in unit.flats]
         begin = self._begin_backward
         schedule = prefetch(self.units) if callable(prefetch) else Schedule(self.units, prefetch)
         self._gatherer = Gatherer(schedule, group, frees=stage == 3, begin_backward=begin)
@@ -140,7 +141,7 @@ class Zero(NotCopied):
         be element-wise, unless `elementwise` says it is; KeyError for a parameter that is not there or not trained.
         """
         check_elementwise(cls, elementwise)
-        return self.attach(cls(slice_groups(self._flats(), groups), **options))
+        return self.attach(cls(slice_groups(self.flats, groups), **options))
 
     def attach(self, optimizer: Optimizer) -> Optimizer:
         """Have an optimizer whose parameters are slices reduce before its step, and spread what it changed after it."""
@@ -161,12 +162,12 @@ class Zero(NotCopied):
         if self._gatherer.holds:
             raise RuntimeError("step() inside gathered(): the full parameters would overwrite what it changes")
         self.reduce()
-        for flat in self._flats():
+        for flat in self.flats:
             if flat.aliased and flat.shard is not flat.master:
                 flat.take_shard()  # parameters that the user changed in place would be overwritten after the step
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for flat in self._flats():
+        for flat in self.flats:
             flat.refresh()
         if self.stage < 3:
             for unit in self.units:
@@ -174,14 +175,11 @@ class Zero(NotCopied):
                 unit.unshard()
             for unit in self.units:
                 unit.wait()
-        mark_changed(self.units)
-
-    def _flats(self) -> list[FlatParameters]:
-        return [flat for unit in self.units for flat in unit.flats]
+        mark_changed(self.flats)
 
     def named_slices(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, slice) of every trained parameter: this rank's elements of it, 1-D, possibly none."""
-        for flat in self._flats():
+        for flat in self.flats:
             if flat.requires_grad:
                 yield from zip(flat.names, flat.slices, strict=True)
 
@@ -244,7 +242,7 @@ class Zero(NotCopied):
             self._gatherer.frees = False
         for handle in self._handles:
             handle.remove()
-        for flat in self._flats():
+        for flat in self.flats:
             flat.let_go(precise(flat, self.group))
         del self.model.zero_grad
         return self.model
