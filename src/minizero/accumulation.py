@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minizero.collectives import launch_all_gather, on_all_ranks
 from minizero.gather import in_backward
-from minizero.memory import shard_elements, traffic
+from minizero.memory import check_positive, shard_elements, traffic
 from minizero.replicate import Replicated, average_gradients
 from minizero.zero import Zero
 
@@ -41,8 +41,7 @@ def step_traffic(
     and with `held` once. Gathered are weights: in stage 0 with every reduction, which together are an all-reduce, in
     stages 1 and 2 once, after the step, in stage 3 twice for every micro-batch, `held` or not.
     """
-    if type(micro_batches) is not int or micro_batches < 1:
-        raise ValueError(f"micro_batches must be a positive integer, got {micro_batches!r}")
+    check_positive(micro_batches=micro_batches)
     once = traffic(params, ranks, 0, bytes_per_element) // 2
     traffic(params, ranks, stage, bytes_per_element)  # raises for a stage that there is not
     reductions = 1 if held or stage == 1 else micro_batches
@@ -141,8 +140,7 @@ class Window:
     """
 
     def __init__(self, parallel: Zero | Replicated, micro_batches: int) -> None:
-        if type(micro_batches) is not int or micro_batches < 1:
-            raise ValueError(f"micro_batches must be a positive integer, got {micro_batches!r}")
+        check_positive(micro_batches=micro_batches)
         self._parallel, self.micro_batches, self.position = parallel, micro_batches, 0
         self._begin()
 

@@ -81,7 +81,7 @@ def plan_units(model: nn.Module, units: Iterable[nn.Module] | None) -> list[Plan
         plans.setdefault(paths[id(unit)], Plan(paths[id(unit)], unit, []))
     for parameter, holders in holders_of(model):
         _check_parameter(parameter, holders[0].full_name)
-        chains = [[u for u in sorted(plans, key=len) if _is_inside(holder.path, u)] for holder in holders]
+        chains = [[u for u in sorted(plans, key=len) if is_inside(holder.path, u)] for holder in holders]
         common = [u for u in chains[0] if all(u in chain for chain in chains)]
         plans[common[-1]].parameters.append((parameter, holders))
     _check_memory(model)
@@ -90,8 +90,9 @@ def plan_units(model: nn.Module, units: Iterable[nn.Module] | None) -> list[Plan
     return [plan for path, plan in plans.items() if plan.parameters or path == ""]
 
 
-def _is_inside(path: str, unit: str) -> bool:
-    return unit == "" or path == unit or path.startswith(unit + ".")
+def is_inside(path: str, module: str) -> bool:
+    """Whether `path` leads to `module` or into it; the path of the model itself is empty."""
+    return module == "" or path == module or path.startswith(module + ".")
 
 
 def _check_parameter(parameter: nn.Parameter, name: str) -> None:

@@ -79,7 +79,7 @@ def model_states(params: int, ranks: int, stage: int, precision: str | Precision
         stage: 0 (replicated) to 3.
         precision: a key of `PRECISIONS`, or your own `Precision`.
     """
-    _check_positive(params=params, ranks=ranks)
+    check_positive(params=params, ranks=ranks)
     _check_stage(stage)
     if isinstance(precision, str):
         if precision not in PRECISIONS:
@@ -95,7 +95,7 @@ def model_states(params: int, ranks: int, stage: int, precision: str | Precision
 
 def shard_elements(elements: int, ranks: int) -> int:
     """Elements of each rank's shard of a flat buffer: elements / ranks, rounded up."""
-    _check_positive(elements=elements, ranks=ranks)
+    check_positive(elements=elements, ranks=ranks)
     return -(-elements // ranks)
 
 
@@ -122,7 +122,7 @@ def gathered_bytes(units: Sequence[int], ranks: int, bytes_per_element: int, pre
         bytes_per_element: of a gathered weight.
         prefetch: units gathered ahead, 0 for none.
     """
-    _check_positive(units=len(units), bytes_per_element=bytes_per_element)
+    check_positive(units=len(units), bytes_per_element=bytes_per_element)
     if type(prefetch) is not int or prefetch < 0:
         raise ValueError(f"prefetch must be an integer of 0 or more, got {prefetch!r}")
     full = [shard_elements(unit, ranks) * ranks for unit in units]
@@ -143,7 +143,7 @@ def traffic(params: int, ranks: int, stage: int, bytes_per_element: int) -> int:
         stage: 0 to 3.
         bytes_per_element: on the wire.
     """
-    _check_positive(params=params, ranks=ranks, bytes_per_element=bytes_per_element)
+    check_positive(params=params, ranks=ranks, bytes_per_element=bytes_per_element)
     _check_stage(stage)
     passes = 3 if stage == 3 else 2
     return passes * (ranks - 1) * shard_elements(params, ranks) * bytes_per_element
@@ -161,7 +161,7 @@ def paper_activation_bytes(batch: int, sequence: int, width: int, heads: int, ke
 
     No stage of ZeRO divides these: each rank has its own samples.
     """
-    _check_positive(batch=batch, sequence=sequence, width=width, heads=heads)
+    check_positive(batch=batch, sequence=sequence, width=width, heads=heads)
     values = sequence * batch * width
     kept = {"all": 34 * values + 5 * heads * sequence**2 * batch, "no-scores": 34 * values, "input": 2 * values}
     if keep not in kept:
@@ -183,12 +183,13 @@ def block_activation_bytes(batch: int, sequence: int, width: int, heads: int, by
         batch, sequence, width, heads: B, T, C and the heads of the block.
         bytes_per_element: of its weights and activations.
     """
-    _check_positive(batch=batch, sequence=sequence, width=width, heads=heads, bytes_per_element=bytes_per_element)
+    check_positive(batch=batch, sequence=sequence, width=width, heads=heads, bytes_per_element=bytes_per_element)
     tokens = batch * sequence
     return tokens * ((16 * width + 4) * bytes_per_element + heads * max(4, bytes_per_element))
 
 
-def _check_positive(**values: int) -> None:
+def check_positive(**values: int) -> None:
+    """Raise ValueError, with the name of the argument, for one that is no positive integer."""
     for name, value in values.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from minizero.collectives import on_all_ranks
-from minizero.construct import Dtypes
+from minizero.construct import Dtypes, is_inside
 from minizero.sharding import holders_of
 from minizero.zero import Zero
 
@@ -52,7 +52,7 @@ class Precision:
         found: dict[str, nn.Module] = {}
         kinds: tuple[type[nn.Module], ...] = (_BatchNorm, *self.keep_fp32)
         for path, module in model.named_modules(remove_duplicate=False):
-            if isinstance(module, kinds) and not any(_is_inside(path, p) for p in found):
+            if isinstance(module, kinds) and not any(is_inside(path, p) for p in found):
                 found[path] = module
         return found
 
@@ -63,7 +63,7 @@ class Precision:
         """
         chosen, kept = {}, self.kept(model)
         for parameter, holders in holders_of(model):
-            stays = {any(_is_inside(holder.path, path) for path in kept) for holder in holders}
+            stays = {any(is_inside(holder.path, path) for path in kept) for holder in holders}
             if len(stays) == 2:
                 names = " and ".join(repr(holder.full_name) for holder in holders)
                 raise ValueError(f"keep_fp32 holds one of {names}, which are one parameter: keep both or none")
@@ -81,10 +81,6 @@ class Precision:
         for module in dict.fromkeys(kept.values()):
             yield module.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True)
             yield module.register_forward_hook(partial(_cast_output, self.dtype))
-
-
-def _is_inside(path: str, module: str) -> bool:
-    return module == "" or path == module or path.startswith(module + ".")
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

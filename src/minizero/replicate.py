@@ -170,7 +170,7 @@ class Replicated:
             self.model.zero_grad()
 
     @torch.no_grad()
-    def _on_gradient(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
+    def _on_gradient(self, bucket: Bucket, name: str) -> None:
         if self._end is None or self._end() is None:
             self._begin_backward()
         if not self.holds:
@@ -209,7 +209,7 @@ class Replicated:
 
 def _hear(replicated: weakref.ref[Replicated], b: int, name: str, parameter: Tensor) -> None:
     if (alive := replicated()) is not None:
-        alive._on_gradient(alive.buckets[b], name, parameter)
+        alive._on_gradient(alive.buckets[b], name)
 
 
 def check_model(model: nn.Module) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from minizero.memory import check_positive
+
 
 def warmup(iteration: int, steps: int, kind: str = "log") -> float:
     """How much of the warm-up over `steps` steps is done: 0 to 1. `kind` is "log" or "linear"."""
@@ -30,8 +32,7 @@ class _Warmup(LRScheduler):
     def __init__(
         self, optimizer: Optimizer, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
     ) -> None:
-        if type(warmup_num_steps) is not int or warmup_num_steps < 1:
-            raise ValueError(f"warmup_num_steps must be a positive integer, got {warmup_num_steps!r}")
+        check_positive(warmup_num_steps=warmup_num_steps)
         if warmup_type not in ("log", "linear"):
             raise ValueError(f"warmup_type must be 'log' or 'linear', got {warmup_type!r}")
         if last_batch_iteration != -1:

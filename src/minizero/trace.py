@@ -73,7 +73,7 @@ class Trace:
         with Trace(zero) as trace:
             model(x).backward()
         trace.record.spent("wait", "late")      # seconds
-        timeline = trace.merge()                # on all ranks
+        timeline = merge(trace.record)          # of module timeline, on all ranks
 
     Before and after it the verbs are as they were: tracing costs nothing when it is off.
     """
