@@ -13,7 +13,6 @@ import os
 import random
 import sys
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,10 +172,6 @@ class Batches:
         positions = chosen[:, None] * self.context + torch.arange(self.context + 1)  # (B, T + 1)
         windows = self.tokens[positions].long()  # (B, T + 1)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The `len(self)` pairs of inputs and targets, each (B, T) int64, of one epoch."""
-        return (self.at(epoch * len(self) + step) for step in range(len(self)))
 
 
 def _check_positive(**values: int) -> None:
