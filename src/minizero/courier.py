@@ -90,24 +90,21 @@ class Held:
     disk: int
 
 
-def offloaded_states(
-    params: int, ranks: int, stage: int, weight: int = 2, state: int = 8, on_disk: bool = False
-) -> Held:
+def offloaded_states(params: int, ranks: int, stage: int, weight: int = 2, on_disk: bool = False) -> Held:
     """Bytes that `params` parameters keep between backward and step, on each of `ranks` ranks.
 
     The device keeps the weights it computes with and gathers, all of them in stages 1 and 2. Gradients have gone down
     to the host, this rank's share in 4 bytes each; stage 1, which reduces at the step, has them all on the device yet.
-    Master weights of 4 bytes and the optimizer's states are in the host's memory or, `on_disk`, in the file.
+    Master weights of 4 bytes and Adam's states of 8 are in the host's memory or, `on_disk`, in the file.
 
     Args:
         params: Ψ in elements, with padding.
         ranks: N.
         stage: 1 to 3.
         weight: bytes of a weight in forward and backward.
-        state: bytes per parameter of the optimizer's states, 8 for Adam.
         on_disk: whether a directory is given.
     """
     share = shard_elements(params, ranks)
     device = weight * (share if stage == 3 else params) + weight * (params if stage == 1 else 0)
-    gradients, waiting = 4 * share if stage > 1 else 0, (4 + state) * share
+    gradients, waiting = 4 * share if stage > 1 else 0, (4 + 8) * share
     return Held(device, gradients, waiting) if on_disk else Held(device, gradients + waiting, 0)

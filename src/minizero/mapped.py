@@ -107,6 +107,6 @@ def _remove(fd: int, path: Path, owner: int) -> None:
     os.close(fd)
 
 
-def disk_bytes(params: int, ranks: int, state: int = 8) -> int:
-    """Bytes that one rank reads from its file in one step, and writes to it: master weights and states, once each."""
-    return (4 + state) * shard_elements(params, ranks)
+def disk_bytes(params: int, ranks: int) -> int:
+    """Bytes that one rank reads from its file in one step, and writes to it: master weights and Adam's states."""
+    return (4 + 8) * shard_elements(params, ranks)
