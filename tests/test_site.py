@@ -31,6 +31,7 @@ SITE = ROOT / "_build" / "html"
 SYSTEM_BROWSERS = ["chromium", "chromium-browser", "google-chrome"]
 DESKTOP: Any = {"width": 1360, "height": 900}
 PHONE: Any = {"width": 390, "height": 844}
+WIDE: Any = {"width": 1680, "height": 1050}
 # Everything a page names: links, images, scripts, styles, as absolute addresses.
 TARGETS = "[...document.querySelectorAll('[href], [src]')].map(node => node.href?.baseVal ?? node.href ?? node.src)"
 IDS = "[...document.querySelectorAll('[id]')].map(node => node.id)"
@@ -40,6 +41,13 @@ TOO_WIDE = """[...document.querySelectorAll('.bd-article *')].filter(node => {
         if (getComputedStyle(box).overflowX !== 'visible') return false;
     return node.getBoundingClientRect().right > innerWidth + 1;
 }).slice(0, 5).map(node => `${node.tagName}: ${node.textContent.trim().slice(0, 60)}`)"""
+# How many characters of a cell's code are in sight.
+COLUMNS = """node => {
+    const style = getComputedStyle(node), pen = document.createElement('canvas').getContext('2d');
+    pen.font = `${style.fontSize} ${style.fontFamily}`;
+    const inside = node.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    return Math.floor(inside / pen.measureText('0').width);
+}"""
 WIDGETS = "script[type='application/vnd.jupyter.widget-view+json']"
 PAGE_LIMIT = 1_500_000  # bytes of a page, compressed, without what all pages share
 # An explorer's drawing that can be seen, by its text alternative.
@@ -160,6 +168,14 @@ def test_no_page_scrolls_sideways_on_a_phone(browser: Browser, pages: list[str])
             too_wide[address] = page.evaluate(TOO_WIDE)
     page.close()
     assert too_wide == {}
+
+
+def test_a_wide_screen_shows_whole_lines_of_the_package(browser: Browser) -> None:
+    page = browser.new_page(viewport=WIDE)
+    load(page, (SITE / "book/12_gather.html").as_uri())
+    columns = page.locator("div.cell_input pre").first.evaluate(COLUMNS)
+    page.close()
+    assert columns >= 120  # pyproject.toml's line-length
 
 
 def test_F56_a_cell_that_fails_fails_the_build(tmp_path: Path) -> None:
