@@ -95,12 +95,11 @@ def _verbs_of_a_step() -> str:
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     zero = minizero.Zero(model, list(model))
     verbs: list[str] = []
+    acts_when = {"unshard": State.SHARDED, "compare": State.IN_FLIGHT}
 
     def note(unit: Unit, verb: str) -> None:
         def noted(*args: Any) -> None:
-            if unit.flats and unit.state == {"compare": State.IN_FLIGHT, "unshard": State.SHARDED}.get(
-                verb, unit.state
-            ):
+            if unit.flats and unit.state == acts_when.get(verb, unit.state):
                 verbs.append(verb[0] + unit.name)
             original(*args)
 

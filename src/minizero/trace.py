@@ -91,10 +91,10 @@ class Trace:
         gatherer, reducer = self._zero._gatherer, self._zero._reducer
         self._wrap(gatherer, "need", self._need)
         self._wrap(gatherer, "forget_backward", self._forget_backward)
+        verbs = {"unshard": self._unshard, "compare": self._compare, "wait": self._wait, "reshard": self._reshard}
         for unit in self._zero.units:
-            for name, around in (("unshard", self._unshard), ("wait", self._wait), ("reshard", self._reshard)):
+            for name, around in verbs.items():
                 self._wrap(unit, name, partial(around, unit))
-            self._wrap(unit, "compare", partial(self._compare, unit))
             begin, end = partial(self._begin, "forward", unit.name), partial(self._end, "forward", unit.name)
             hooks = [
                 unit.module.register_forward_pre_hook(lambda *_, begin=begin: begin()),
