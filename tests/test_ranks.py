@@ -17,7 +17,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 from minizero import rank_group
-from minizero.rank_kernel import Failure, Output
+from minizero.rank_kernel import Failure
+from minizero.rank_output import Output
 
 ENDS_WITHIN = 10.0  # seconds in which no process of a notebook that has ended may be left
 FAR_FROM_GLOO = 60.0  # seconds; the process groups below wait for 600
