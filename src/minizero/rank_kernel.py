@@ -130,7 +130,7 @@ class Rank:
 
     def start(self, code: str, silent: bool = False) -> None:
         """Send code to the kernel; `receive` brings what comes of it."""
-        content = {"code": code, "silent": silent, "store_history": not silent, "user_expressions": {}}
+        content = {"code": code, "silent": silent, "store_history": False, "user_expressions": {}}
         content |= {"allow_stdin": False, "stop_on_error": False}
         message = self._session.msg("execute_request", content)
         self._heard = self._log.stat().st_size
