@@ -20,12 +20,13 @@ from IPython.core.error import UsageError
 from IPython.display import display
 
 from minizero.rank_kernel import Failure, LiveText, Rank
-from minizero.rank_output import alike, together
+from minizero.rank_output import alike, ranks_named, together
 from minizero.rank_stop import RankError, Stop, noted_interrupts
 from minizero.rank_worker import load, save
 
 TIMEOUT = 90.0  # seconds for a cell: less than the 120 s that tools which execute notebooks allow
-_START_TIMEOUT = 60.0
+_START_TIMEOUT = 60.0  # seconds for all ranks together, and
+_START_EACH = 10.0  # for each: they may share one core
 _QUIET_TIMEOUT = 30.0  # for our own requests, which no reader sees
 _ROOM = 75  # bytes of the path of the folder's parent
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # where the folder goes if TMPDIR is longer
@@ -54,12 +55,12 @@ class Ranks:
             raise
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + _START_TIMEOUT
+        deadline = time.monotonic() + _START_TIMEOUT + _START_EACH * self.world
         for rank in self._ranks:
             while not rank.answers():
                 if not rank.alive or time.monotonic() > deadline:
                     raise RuntimeError(f"rank {rank.rank} did not start: {rank.last_words}")
-        self._quietly(self._all_free("pass"), _START_TIMEOUT)
+        self._quietly(dict.fromkeys(self._ranks, "pass"), _START_TIMEOUT)
         for rank in self._ranks:
             if rank.busy or rank.failure:
                 raise RuntimeError(f"rank {rank.rank} did not start: {rank.failure or rank.last_words}")
@@ -79,7 +80,7 @@ class Ranks:
         self._ranks = []
         self._port.close()
         self._context.destroy(linger=0)
-        self._janitor.communicate()  # closes its input, on which it removes the folder
+        self._janitor.communicate(b"\n")
 
     def run(self, code: str, ranks: Sequence[int] | None = None, timeout: float = TIMEOUT) -> None:
         """Run `code` on `ranks` (default: all), showing their output as it comes, in rank order.
@@ -99,7 +100,7 @@ class Ranks:
         text.show(together([(rank.rank, rank.output.lines) for rank in chosen]), final=True)
         for ranks_alike, bundles in alike([(rank.rank, rank.output.rich) for rank in chosen if rank.output.rich]):
             for bundle in bundles:
-                display({"text/plain": f"rank {ranks_alike}:"}, raw=True)
+                display({"text/plain": f"{ranks_named(ranks_alike)}:"}, raw=True)
                 display(bundle, raw=True)
         if stop is not None:
             error = stop.error(chosen)
@@ -196,7 +197,7 @@ class Ranks:
 
 
 def _make_folder() -> tuple[Path, subprocess.Popen[bytes]]:
-    """A new folder, and a process that removes it at the end of its input: of ours, however this process ends.
+    """A new folder, and a process that removes it: when it reads a line, or when this process ends, however that comes.
 
     The path of a socket in it has room for some hundred bytes; a long TMPDIR does not fit.
     """
@@ -205,6 +206,8 @@ def _make_folder() -> tuple[Path, subprocess.Popen[bytes]]:
     if not usable:
         raise RuntimeError(f"ranks need a writable folder with a path of at most {_ROOM} bytes: set TMPDIR to one")
     folder = tempfile.mkdtemp(prefix="ranks-", dir=usable[0])
-    remove = 'cat > /dev/null; rm -rf "$0" || { sleep 1; rm -rf "$0"; }'  # again if a dying rank has written meanwhile
-    janitor = subprocess.Popen(["sh", "-c", remove, folder], stdin=subprocess.PIPE, start_new_session=True)
+    remove = 'read line; rm -rf "$0" || { sleep 1; rm -rf "$0"; }'  # again if a dying rank has written meanwhile
+    janitor = subprocess.Popen(
+        ["sh", "-c", remove, folder], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     return Path(folder), janitor

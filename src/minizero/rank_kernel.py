@@ -170,7 +170,7 @@ class Rank:
         else:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         with self._log.open("rb") as file:
-            file.seek(self._heard if self._heard < file.seek(0, os.SEEK_END) else 0)
+            file.seek(self._heard if self._heard <= file.seek(0, os.SEEK_END) else 0)
             log = Screen(file.read(1 << 20).decode(errors="replace")).lines[-_LAST_WORDS:]
         return "\n".join([f"the process {how}", *(line for line in log if line not in self.output.lines)])
 

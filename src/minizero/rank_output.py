@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HEAD = TAIL = 16_000  # characters of a cell's text that a rank shows: so many of its first, and of its last
+_SHORTEST = 40  # what a line counts for at least
+_AT_ONCE = 8 * HEAD  # characters of one print that are looked at
 LONGEST = 2_000  # characters of one line
 DISPLAYS = 20  # figures, tables and the like of one rank in one cell
 LARGEST = 8_000_000  # characters of one display
@@ -20,7 +22,8 @@ _LIVE = 48, 200  # lines of all ranks together, and characters of each, while th
 
 _MOVES = re.compile(r"(\r?\n|\r|\x1b\[A)")  # what moves a terminal's cursor: to the next line, back to its start, up
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")
-_UNSEEN = re.compile(r"(?!\x1b\[[\d;]*m)(?:\x1b\[[0-9;?]*[@-~]|[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff])")
+_OTHER = re.compile(r"(?!\x1b\[[\d;]*m)\x1b\[[0-9;?]*[@-~]")  # what else a terminal obeys
+_UNSEEN = re.compile(r"(?!\x1b\[)[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 _OPEN = 16  # a progress bar may go so many lines up
 
 
@@ -36,7 +39,7 @@ class _Line:
         self.text, self.beyond = text[:LONGEST], max(0, len(text) - LONGEST) + (0 if anew else self.beyond)
 
     def __str__(self) -> str:
-        text = _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", self.text)
+        text = _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", _OTHER.sub("", self.text))
         more = f" … {self.beyond:,} more characters" if self.beyond else ""
         return text.rstrip() + ("\x1b[0m" if _COLOURS.search(text) else "") + more
 
@@ -58,6 +61,15 @@ class Screen:
 
     def write(self, text: str) -> None:
         """Take in what a program prints."""
+        if len(text) > _AT_ONCE:
+            middle = text[_AT_ONCE // 2 : -_AT_ONCE // 2]
+            self.write(text[: _AT_ONCE // 2])
+            if "\n" in middle:
+                self._move("\n")
+                self._leave_out(middle.count("\n") - 1)
+            else:
+                self._open[self._row].beyond += len(middle)
+            text = text[-_AT_ONCE // 2 :]
         for place, piece in enumerate(_MOVES.split(text)):
             if place % 2:
                 self._move(piece)
@@ -80,19 +92,23 @@ class Screen:
     def _keep(self, line: str) -> None:
         if self._room > 0:
             self._head.append(line)
-            self._room -= len(line) + 1
+            self._room -= max(len(line), _SHORTEST)
             return
         self._tail.append(line)
-        self._tail_size += len(line) + 1
+        self._tail_size += max(len(line), _SHORTEST)
         while self._tail_size > TAIL:
-            self._tail_size -= len(self._tail.popleft()) + 1
-            self._left_out += 1
+            self._tail_size -= max(len(self._tail.popleft()), _SHORTEST)
+            self._leave_out(1)
+
+    def _leave_out(self, lines: int) -> None:
+        self._left_out += lines
+        self._room = 0
 
     @property
     def lines(self) -> list[str]:
         """What is on the screen."""
-        limits = f"a rank shows the first {HEAD:,} and the last {TAIL:,} characters of a cell"
-        left_out = [f"… {self._left_out:,} lines left out: {limits} …"] if self._left_out else []
+        limit = "of much output, a rank shows the beginning and the end"
+        left_out = [f"… {self._left_out:,} lines left out: {limit} …"] if self._left_out else []
         lines = [*self._head, *left_out, *self._tail, *map(str, self._open)]
         return lines if lines[-1] else lines[:-1]
 
@@ -185,6 +201,11 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def ranks_named(span: str) -> str:
+    """ "rank 2", or "ranks 0,2-4"."""
+    return f"rank {span}" if span.isdigit() else f"ranks {span}"
 
 
 def alike(values: Sequence[tuple[int, Any]]) -> list[tuple[str, Any]]:

@@ -35,7 +35,7 @@ from minizero.rank_output import Output, Shown
 
 _OUTPUT = {"stream", "display_data", "execute_result", "update_display_data", "clear_output"}
 _EVERY = 0.1  # seconds between two messages
-_CHUNK, _MUCH = 1 << 16, 1 << 20  # bytes read of the log at once; unread or old ones that are given up
+_CHUNK, _CHUNKS, _MUCH = 1 << 16, 20, 1 << 20  # bytes read of the log at once, how often; too many to keep or read
 
 
 class RankSession(Session):
@@ -113,8 +113,9 @@ class RankSession(Session):
                 self._sent, self._sent_at = shown, time.monotonic()
 
     def _read_log(self) -> None:
-        while text := self._log.read():
-            self._output.take("stream", {"text": text})
+        for _ in range(_CHUNKS):
+            if text := self._log.read():
+                self._output.take("stream", {"text": text})
 
 
 class _Log:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from minizero.rank_errors import wrapped
 from minizero.rank_kernel import Failure, Rank
-from minizero.rank_output import alike, spans
+from minizero.rank_output import alike, ranks_named, spans
 
 # What is sent to the ranks still running, and when (seconds after the reason to stop). Broken connections come first: a
 # peer that waited for a failed rank then says where it waited. Interrupts are for ranks that compute or sleep.
@@ -55,14 +55,14 @@ class Stop:
         failures = [rank.failure for rank in ranks if rank.failure is not None]
         failures.sort(key=lambda failure: (failure.name != "Died", failure.follows, failure.when))
         busy = spans(rank.rank for rank in ranks if rank.busy)
-        notes = [f"{_ranks(busy)} did not stop"] if busy else []
+        notes = [f"{ranks_named(busy)} did not stop"] if busy else []
         if self.reason:
-            headline = f"{self.reason}: {_ranks(spans(rank.rank for rank in self.running))}"
+            headline = f"{self.reason}: {ranks_named(spans(rank.rank for rank in self.running))}"
             name = "KeyboardInterrupt" if self.reason == "interrupted" else "TimeoutError"
             cause = Failure(self.running[0].rank, name, self.reason, self._since)
         else:
             same = sorted((one for one in failures if one.like(failures[0])), key=lambda one: one.rank)
-            who = "every rank" if len(same) == len(ranks) > 1 else _ranks(spans(one.rank for one in same))
+            who = "every rank" if len(same) == len(ranks) > 1 else ranks_named(spans(one.rank for one in same))
             cause, headline = same[0], f"{who}: {same[0].words}"
             failures = [one for one in failures if one not in same]
         notes += _others(sorted(failures, key=lambda failure: failure.rank))
@@ -76,13 +76,11 @@ class Stop:
 def _others(failures: list[Failure]) -> list[str]:
     """A line for each way in which ranks ended that are not the cause."""
     places = alike([(one.rank, one.place or "a place it did not tell") for one in failures if one.follows])
-    stopped = [f"{_ranks(ranks)} {'was' if ranks.isdigit() else 'were'} stopped at {place}" for ranks, place in places]
+    stopped = [
+        f"{ranks_named(ranks)} {'was' if ranks.isdigit() else 'were'} stopped at {place}" for ranks, place in places
+    ]
     others = alike([(one.rank, one.words) for one in failures if not one.follows])
-    return [f"also {_ranks(ranks)}: {words}" for ranks, words in others] + stopped
-
-
-def _ranks(span: str) -> str:
-    return f"rank {span}" if span.isdigit() else f"ranks {span}"
+    return [f"also {ranks_named(ranks)}: {words}" for ranks, words in others] + stopped
 
 
 @contextlib.contextmanager
