@@ -332,6 +332,13 @@ def test_an_error_names_the_readers_line_and_shows_the_last_frame_of_the_package
     assert re.search(r"^-+> 3 minizero\.Zero", cell.shown_error, re.MULTILINE)
     assert re.search(r"^minizero/zero\.py:\d+, in Zero\.__init__", cell.shown_error, re.MULTILINE)
     assert str(Path(rank_group.__file__).parent) not in cell.shown_error
+    raises = "raise RuntimeError(f'rank {rank} has {e}') from e"
+    code = f"%%ranks\ndef f():\n    try:\n        1 / 0\n    except Exception as e:\n        {raises}\n\nf()"
+    cell = ranks.run(code, fails=True)
+    assert cell.message.startswith("every rank: RuntimeError: has division by zero\n")
+    headers = re.findall(r"^Cell on rank 0, (.*)$", cell.shown_error, re.MULTILINE)
+    assert headers == ["line 3, in f", "line 7", "line 5, in f"]
+    assert cell.shown_error.count("ZeroDivisionError: division by zero\n\nafter which:\n") == 1
     cell = ranks.run("%%ranks\nif rank == 1:\n    raise ValueError('long ' * 100)\nwhile True: pass", fails=True)
     assert max(map(len, cell.shown_error.splitlines())) <= 100
     assert cell.shown_error.count("ValueError: long") == 1

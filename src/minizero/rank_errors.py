@@ -66,7 +66,8 @@ class _Frame:
     def show(self, cell: str) -> Iterator[str]:
         """The lines to print; `cell` is what a cell is called."""
         around = 2 if self.in_cell else 0
-        yield f"{cell}, line {self.line}" if self.in_cell else f"{self._name}:{self.line}, in {self.function}"
+        function = f", in {self.function}" if self.function != "<module>" else ""
+        yield (f"{cell}, line {self.line}" if self.in_cell else f"{self._name}:{self.line}") + function
         for number in range(max(1, self.line - around), self.line + around + 1):
             line = linecache.getline(self.file, number).rstrip() or (self.text if number == self.line else "")
             if number == self.line:
@@ -81,8 +82,10 @@ def report(error: BaseException, cell: str) -> ErrorReport:
     for link in _causes(error):
         frames = _frames(link)
         own = [frame for frame in frames if frame.readers]
-        if link is error and own:
-            told.place = own[-1].place
+        if link is error:
+            told.place = own[-1].place if own else ""
+        elif not own and message_of(link) in told.message:
+            continue  # the package often says why in the words of its cause
         for lines in _shown(own, frames, cell):
             told.traceback += [*lines, ""]
         if link is not error:

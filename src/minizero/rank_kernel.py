@@ -54,12 +54,13 @@ class Failure:
 
     def like(self, other: Failure) -> bool:
         """Whether both are the same error."""
-        return (self.name, self.message) == (other.name, other.message)
+        return self.words == other.words
 
     @property
     def words(self) -> str:
-        """Name and message."""
-        return f"{self.name}: {self.message}" if self.message else self.name
+        """Name and message, without the rank's own number, with which many a message begins."""
+        message = self.message.removeprefix(f"rank {self.rank} ")
+        return f"{self.name}: {message}" if message else self.name
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.words}"
