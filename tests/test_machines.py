@@ -210,6 +210,31 @@ def test_a_slurm_job_of_two_nodes_trains_on_all_their_ranks(
     assert losses(tmp_path) == pytest.approx(alone, abs=1e-5)
 
 
+JOIN = """
+import os
+import sys
+import torch.distributed as dist
+import minizero
+
+minizero.init_distributed(timeout=60)
+dist.barrier()
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}\\n")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@needs_slurm
+def test_F89_tasks_of_srun_are_one_group_and_the_batch_script_is_alone(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "join.py").write_text(JOIN)
+    python = f"{sys.executable} {tmp_path / 'join.py'}"
+    variables = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT / "src")}  # n1 is no name that leads anywhere
+    job = cluster.submit("--nodes", "2", "--ntasks-per-node", "2", "--wrap", f"{python} && srun {python}", **variables)
+    assert job.end() == "COMPLETED", job.log
+    told = re.findall(r"rank \d of \d", job.log)
+    assert (told[0], sorted(told[1:])) == ("rank 0 of 1", [f"rank {rank} of 4" for rank in range(4)])
+
+
 @needs_slurm
 def test_a_job_whose_ranks_cannot_start_fails_on_all_nodes_and_stays_ended(cluster: Cluster, tmp_path: Path) -> None:
     saving = ["--save", tmp_path / "checkpoints", "--resume"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import signal
@@ -303,7 +304,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(text: Path, tmp_path:
         wait_for_rows(tmp_path, 3, first)
         second.send_signal(signal.SIGINT)
         assert second.wait(30) == 130
-        assert first.wait(30) == 143
+        assert first.wait(30) == 0  # whom the other told: it ended well
         outputs = first.stdout.read(), second.stdout.read()
     assert not any("Traceback" in output for output in outputs)
     step = int(re.search(r"stopped after step (\d+) by SIGTERM", outputs[0])[1])
@@ -419,3 +420,66 @@ def test_the_article_s_run_killed_on_four_ranks_ends_on_two_with_the_same_weight
     start = weights(tmp_path / "b" / "step-000008")
     difference = ((first - second).norm() / (second - start).norm()).item()
     assert difference < 1e-2  # fp16, and sums in another order: 0.002 as measured, of four steps of Adam
+
+
+# ---- F94: whose learning rate
+
+
+def config_file(folder: Path, **keys: Any) -> str:
+    file = folder / "ds_config.json"
+    file.write_text(json.dumps({"train_batch_size": 4, "zero_optimization": {"stage": 2}} | keys))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("keys", "option", "message"),
+    [
+        ({"optimizer": {"type": "AdamW"}}, "--lr 0.1", '--lr is in the file of --config, which has "optimizer"'),
+        ({"optimizer": {"type": "AdamW"}}, "--warmup 3", '--warmup is in the file of --config, which has "optimizer"'),
+        ({"scheduler": {"type": "WarmupLR"}}, "--warmup 3", 'in the file of --config, which has "scheduler"'),
+        ({"zero_optimization": {}}, "", "zero_optimization.stage 0 is minizero.Replicated"),
+    ],
+)
+def test_F94_an_option_that_the_file_overrides_is_refused_beside_it(
+    keys: dict[str, Any], option: str, message: str, tmp_path: Path, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit):
+        train.parse_options(["--config", config_file(tmp_path, **keys), "--out", str(tmp_path), *option.split()])
+    assert message in capsys.readouterr().err
+
+
+def rates(text: Path, folder: Path) -> dict[str, list[float]]:
+    def run(name: str, *options: str) -> list[float]:
+        sizes = [*SIZES[:8], "--text", str(text), "--out", str(folder / name)]
+        assert train.run(train.parse_options([*sizes, *options])) == 0
+        return [row["learning_rate"] for row in rows(folder / name)]
+
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-9}}
+    found = {"file": run("file", "--config", config_file(folder, optimizer=optimizer), "--steps", "3")}
+    options = ["--batch", "4", "--warmup", "1", "--lr", "0.01", "--save", str(folder / "saved")]
+    run("resumed", *options, "--steps", "3")
+    found["resumed"] = run("resumed", *options, "--steps", "5", "--resume")
+    with pytest.raises(ValueError, match="of a run with another lr"):
+        run("resumed", *options, "--steps", "6", "--resume", "--lr", "0.02")
+    return found
+
+
+def test_F94_the_file_s_rate_is_the_run_s_and_a_resumed_run_keeps_its_schedule(text: Path, tmp_path: Path) -> None:
+    found = run_ranks(1, rates, text, tmp_path)[0]
+    assert found["file"] == [1e-9] * 3
+    assert found["resumed"] == pytest.approx([0.01, 0.01, 0.01 * (0.1 + 0.45), 0.001, 0.001])
+
+
+def test_a_sigterm_to_the_ranks_of_torchrun_that_ends_well_is_no_failure(text: Path, tmp_path: Path) -> None:
+    options = [*SIZES, "--text", text, "--out", tmp_path, "--steps", "100000", "--save", tmp_path / "saved"]
+    command = ["bash", "-c", 'trap "" TERM; exec "$@"', "deaf", *torchrun(2)]  # as slurm/train.sbatch starts it
+    with started(*command, "--signals-to-handle", "SIGINT", SCRIPT, *options) as process:
+        wait_for_rows(tmp_path, 3, process)
+        os.killpg(process.pid, signal.SIGTERM)  # torchrun and its ranks, as Slurm does
+        time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(60) == 0
+        output = process.stdout.read()
+    step = int(re.search(r"stopped after step (\d+) by SIGTERM", output)[1])
+    assert (tmp_path / "saved" / "latest").read_text() == f"step-{step:06}\n"
+    assert "Traceback" not in output
