@@ -15,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from minizero.collectives import on_all_ranks
 from minizero.gather import Unit
+from minizero.placeholder import ANEW, ShardedParameter, raise_replaced
 from minizero.replicate import check_agreement
-from minizero.sharding import Holder, holders_of, raise_replaced
+from minizero.sharding import Holder, holders_of
 
 
 @dataclass
@@ -96,7 +97,7 @@ def is_inside(path: str, module: str) -> bool:
 
 
 def _check_parameter(parameter: nn.Parameter, name: str) -> None:
-    if hasattr(parameter, "is_sharded_by_minizero") or hasattr(parameter, "home"):
+    if hasattr(parameter, "is_sharded_by_minizero") or isinstance(parameter, ShardedParameter):
         raise ValueError(f"parameter {name!r} is sharded already: a model, or a part of it, can be sharded once")
     if hasattr(parameter, "is_replicated_by_minizero"):
         raise ValueError(f"parameter {name!r} is held by a Replicated: a model has one stage")
@@ -219,9 +220,11 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
                     leaf.numel() > 0 and leaf.data_ptr() != flat.full.data_ptr() + offset * flat.full.itemsize
                 )
                 if flat.aliased and moved:
-                    raise RuntimeError(f"parameter {name!r} was cast or moved after sharding: do that before")
+                    raise RuntimeError(
+                        f"parameter {name!r} was cast or moved after sharding: do that before, or {ANEW}"
+                    )
                 if leaf.requires_grad != flat.requires_grad:
-                    raise RuntimeError(f"requires_grad of parameter {name!r} changed after sharding: do that before")
+                    raise RuntimeError(f"requires_grad of {name!r} changed after sharding: do that before, or {ANEW}")
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in known:

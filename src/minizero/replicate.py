@@ -215,7 +215,7 @@ def _hear(replicated: weakref.ref[Replicated], b: int, name: str, parameter: Ten
 def check_model(model: nn.Module) -> None:
     """Raise ValueError, naming the parameter, unless the model is whole here and nothing else reduces its gradients."""
     for name, parameter in model.named_parameters():
-        for mark in ("is_replicated_by_minizero", "is_sharded_by_minizero", "home", "device_mesh"):  # torch's: DTensor
+        for mark in ("is_replicated_by_minizero", "is_sharded_by_minizero", "device_mesh"):  # torch's: DTensor
             if hasattr(parameter, mark):
                 raise ValueError(f"parameter {name!r} is replicated or sharded already: that can be done once only")
         if parameter.is_meta or isinstance(parameter, nn.parameter.UninitializedParameter):

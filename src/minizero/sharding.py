@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from minizero.placeholder import ShardedParameter
+from minizero.placeholder import ShardedParameter, raise_replaced
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,8 @@ class FlatParameters:
             nn.Parameter(self.master[self.layout.slice_of(i, rank)], requires_grad=self.requires_grad)
             for i in range(len(self.leaves))
         ]
+        for piece, leaf in zip(self.slices, self.leaves, strict=True):
+            piece.__dict__ = leaf.__dict__  # groups can be told apart by attributes of parameters, here too
 
     def _use(self, full: Tensor) -> None:
         """Make the parameters views of `full`."""
@@ -178,9 +179,18 @@ class FlatParameters:
         self._point_leaves_at(self._views)
 
     def free(self) -> None:
-        """Take the memory of `full` away. Who kept a parameter from before sharding reads NaN, not freed memory."""
+        """Take the memory of `full` away. A parameter that somebody kept from before sharding reads NaN."""
         self._point_leaves_at(self._nowhere)
         self.full.untyped_storage().resize_(0)
+
+    def renew(self) -> None:
+        """Leave the memory of `full` to those who kept views of it, and take other memory the next time."""
+        self._point_leaves_at(self._nowhere)
+        dtype, device = self.full.dtype, self.full.device
+        del self.full, self._views  # the memory goes first, if nobody kept a view
+        self.full = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
+        self._views = self.layout.unflatten(self.full)
+        self.free()
 
     def _point_leaves_at(self, tensors: Sequence[Tensor]) -> None:
         if not self.aliased:
@@ -225,14 +235,6 @@ class FlatParameters:
                 piece.grad = part
             else:
                 piece.grad += part
-
-
-def raise_replaced(name: str) -> NoReturn:
-    """Raise RuntimeError: the model does not hold the parameter `name` that was sharded."""
-    raise RuntimeError(
-        f"parameter {name!r} was added, replaced or removed after sharding: what is there now would never be trained. "
-        "Change the model (resize, parametrize, cast, extend) before sharding"
-    )
 
 
 def holders_of(model: nn.Module) -> list[tuple[nn.Parameter, list[Holder]]]:

@@ -88,7 +88,8 @@ def hold_gathered(
             take_from_rank_0(unit, group, replicas)
     finally:
         gatherer.holds = False
-        gatherer.reshard_all()
+        for unit in units if gatherer.frees else ():
+            unit.reshard(leaves_memory=True)  # to views of parameters that were taken inside
 
 
 def precise(flat: FlatParameters, group: ProcessGroup | None) -> Tensor:

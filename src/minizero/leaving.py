@@ -1,0 +1,116 @@
+"""Chapter 12, gather: what outlives a unit's forward must not look at memory that goes with the unit.
+
+A view of a parameter, `self.weight[:n]`, has no memory of its own. Read after the memory was freed it ends the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from minizero.outputs import HINT, exchange, rebuilt
+from minizero.placeholder import ShardedParameter
+from minizero.sharding import FlatParameters
+
+_LARGEST_CACHE = 1000  # elements of a container that is searched; a longer one is a vocabulary, and would take time
+
+
+def owner_of(value: Any, flats: Iterable[FlatParameters]) -> str | None:
+    """The name of the parameter in `flats` whose memory the tensor or array looks at; None if it has other memory."""
+    address = _address(value)
+    for flat in flats if address > 0 else ():
+        place = (address - flat.full.data_ptr()) // flat.full.itemsize
+        if 0 <= place < flat.full.numel():
+            return next(name for name, stop in zip(flat.names, flat.layout.offsets[1:], strict=True) if place < stop)
+    return None
+
+
+def _address(value: Any) -> int:
+    if isinstance(value, numpy.ndarray):
+        address: int = value.ctypes.data
+        return address
+    try:
+        if value.layout is torch.sparse_coo:
+            value = value._values()
+        elif value.layout is not torch.strided:
+            value = value.values()
+        return int(value.data_ptr())
+    except RuntimeError:  # a tensor that only stands for one, as those of torch.func do
+        return 0
+
+
+def with_own_memory(output: Any, unit: str, flats: Sequence[FlatParameters]) -> Any:
+    """`output`, with copies in place of the tensors that look at the memory of `flats`; gradients flow through them.
+
+    Containers that can be changed are changed in place. Raises TypeError, naming unit and parameter, for a container
+    that can neither be changed nor built anew.
+    """
+    found: list[str] = []
+
+    def copied(value: Any) -> Any:
+        name = owner_of(value, flats)
+        if name is None:
+            return value
+        found.append(name)
+        if isinstance(value, numpy.ndarray):
+            return value.copy()
+        # whatever mode this is: a parameter as output requires a gradient also when it is returned without a graph
+        with torch.inference_mode(False), torch.set_grad_enabled(value.requires_grad):
+            return value.clone()
+
+    def refused(value: Any) -> Any:
+        if (name := owner_of(value, flats)) is not None:
+            raise TypeError(
+                f"unit {unit!r} returns a view of parameter {name!r}, whose memory leaves with the unit, in a "
+                f"container that cannot be changed: return a copy of it (.clone()), or {HINT}"
+            )
+        return value
+
+    output = exchange(output, copied)
+    return exchange(output, refused) if found else output
+
+
+def put_stand_ins(modules: Iterable[nn.Module], flats: Sequence[FlatParameters]) -> None:
+    """Where an attribute or buffer of a module is a view of a parameter in `flats`, put a placeholder in its place.
+
+    Attributes are tensors, or lists, tuples and dicts of tensors. A forward that sets the attribute anew is served by
+    that; one that relies on what an earlier one left gets ShardedAccessError with the parameter's name.
+    """
+    for module in modules:
+        _put_into(vars(module), flats, depth=3)
+
+
+def _put_into(values: Any, flats: Sequence[FlatParameters], depth: int) -> Any:
+    """`values` (a list, tuple or dict) with placeholders for views; lists and dicts are changed in place."""
+    for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
+        new = value
+        if isinstance(value, Tensor):
+            # a parameter itself has no memory while it is sharded, and reads NaN
+            if not isinstance(value, nn.Parameter) and (name := owner_of(value, flats)) is not None:
+                new = ShardedParameter.stand_for(value, f"{name}, kept as an attribute")
+        elif isinstance(value, list | tuple | dict) and depth > 0 and len(value) <= _LARGEST_CACHE:
+            new = _put_into(value, flats, depth - 1)
+        if new is not value:
+            if isinstance(values, tuple):
+                return rebuilt(values, [_put_into([part], flats, depth)[0] for part in values])
+            values[key] = new
+    return values
+
+
+def versions(flats: Iterable[FlatParameters]) -> dict[str, int]:
+    """How often each parameter was changed in place, by name, as autograd counts it."""
+    return {n: leaf._version for flat in flats for n, leaf in zip(flat.names, flat.leaves, strict=True)}
+
+
+def check_unchanged(before: Mapping[str, int], flats: Iterable[FlatParameters], unit: str) -> None:
+    """Raise RuntimeError, naming the parameter, if a forward changed one in place: `before` are its `versions`."""
+    for name, version in versions(flats).items():
+        if version != before.get(name, version):
+            raise RuntimeError(
+                f"parameter {name!r} was changed in place by the forward of unit {unit!r}: no other rank and "
+                "no shard would learn of it. Change parameters inside `with zero.gathered():`"
+            )
