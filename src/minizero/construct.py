@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from minizero.blank import Blanks, UnfilledError, meta_tensors
 from minizero.collectives import on_all_ranks
 from minizero.gather import Unit
 from minizero.placeholder import ANEW, ShardedParameter, raise_replaced
@@ -141,37 +142,42 @@ def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], group
 def materialise(
     model: nn.Module,
     plans: Sequence[Plan],
+    blanks: Blanks,
     group: ProcessGroup | None,
+    replicas: ProcessGroup | None,
     initialize: Callable[[nn.Module], Any] | None,
 ) -> Iterator[Plan]:
     """Yield each plan once its parameters have values; give values, module by module, to those on the meta device.
 
     The order is that of `model.modules()`, in which most models are built: with the same seed the values are the same,
-    and the caller can shard a unit before the next one exists. Every rank draws the same numbers.
+    and the caller can shard a unit before the next one exists. Every rank draws the same numbers; those of rank 0
+    count. Raises TypeError before anything is changed for a module that nothing initialises, and UnfilledError, on all
+    ranks, once a module was initialised that has a tensor without values.
     """
     modules = list(model.named_modules())
-    empty = [(path, m) for path, m in modules if any(t.is_meta for t in _own_tensors(m).values())]
-    for path, module in empty:
-        if initialize is None and not hasattr(module, "reset_parameters"):
-            raise TypeError(f"module {path!r} is on the meta device and has no reset_parameters(): pass initialize=")
+    for path, module in modules:
+        for name, *_ in meta_tensors(module) if initialize is None and not hasattr(module, "reset_parameters") else ():
+            raise TypeError(f"module {path!r} has {name!r} on the meta device, no reset_parameters(): pass initialize=")
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     position = {id(module): i for i, (_, module) in enumerate(modules)}
     last = {p.name: max((position[id(h.module)] for _, hs in p.parameters for h in hs), default=0) for p in plans}
-    holders = {id(p): places for plan in plans for p, places in plan.parameters}
+    complaint = ""
     for i, (path, module) in enumerate(modules):
-        if any(t.is_meta for t in _own_tensors(module).values()):
+        if any(True for _ in meta_tensors(module)):
             settled = {name: t.detach().clone() for name, t in _own_tensors(module).items() if not t.is_meta}
-            _give_memory(module, holders, torch.device(device))
+            blanks.give(module, torch.device(device))
             (initialize or _reset_parameters)(module)
             for name, value in settled.items():  # a tied weight has its values already
                 _own_tensors(module)[name].data.copy_(value)
-            for name, tensor in _own_tensors(module).items():
-                if tensor.is_floating_point() and tensor.isnan().any():
-                    raise ValueError(f"initializing module {path!r} left values of {name!r} unset")
-        for plan in plans:
-            if last[plan.name] == i:
-                plan.parameters = [(hs[0].module._parameters[hs[0].name], hs) for _, hs in plan.parameters]  # type: ignore[misc]
-                yield plan
+            if not complaint and (wrong := blanks.left(module)):
+                complaint = f"initializing module {path!r} {wrong}"
+        is_last = i == len(modules) - 1
+        ready = [plan for plan in plans if last[plan.name] == i]
+        if ready or is_last:
+            _raise_as_rank_0(complaint, torch.device(device), group, replicas)
+        for plan in ready:
+            plan.parameters = [(hs[0].module._parameters[hs[0].name], hs) for _, hs in plan.parameters]  # type: ignore[misc]
+            yield plan
 
 
 def _reset_parameters(module: nn.Module) -> None:
@@ -182,20 +188,18 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in {**module._parameters, **module._buffers}.items() if t is not None}
 
 
-def _give_memory(module: nn.Module, holders: dict[int, list[Holder]], device: torch.device) -> None:
-    """Replace the module's meta tensors, at every holder, by ones full of NaN: what is not initialised will show."""
-    for name, tensor in _own_tensors(module).items():
-        if not tensor.is_meta:
-            continue
-        real = torch.empty_like(tensor, device=device)
-        if real.is_floating_point():
-            real.detach().fill_(torch.nan)
-        if isinstance(tensor, nn.Parameter):
-            parameter = nn.Parameter(real, tensor.requires_grad)
-            for holder in holders[id(tensor)]:
-                holder.module._parameters[holder.name] = parameter
-        else:
-            module._buffers[name] = real
+def _raise_as_rank_0(
+    complaint: str, device: torch.device, group: ProcessGroup | None, replicas: ProcessGroup | None
+) -> None:
+    """Raise UnfilledError on all ranks if rank 0, whose values count, has a complaint."""
+    length = torch.tensor(len(complaint.encode()), device=device)
+    broadcast(length, group, replicas)
+    if length > 0:
+        text = torch.zeros(int(length), dtype=torch.uint8, device=device)
+        if int(length) == len(complaint.encode()):
+            text.copy_(torch.tensor(list(complaint.encode())))
+        broadcast(text, group, replicas)
+        raise UnfilledError(bytes(text.tolist()).decode())
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup | None, replicas: ProcessGroup | None) -> None:

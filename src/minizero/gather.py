@@ -116,7 +116,7 @@ class Unit(NotCopied):
             put_stand_ins(self._modules, self.flats)
         for flat in self.flats:
             flat.show(flat.placeholders)
-            (flat.renew if leaves_memory else flat.free)()
+            flat.free(leaves_memory)
         self.state = State.SHARDED
 
 

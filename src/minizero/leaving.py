@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -19,8 +18,8 @@ from minizero.sharding import FlatParameters
 _LARGEST_CACHE = 1000  # elements of a container that is searched; a longer one is a vocabulary, and would take time
 
 
-def owner_of(value: Any, flats: Iterable[FlatParameters]) -> str | None:
-    """The name of the parameter in `flats` whose memory the tensor or array looks at; None if it has other memory."""
+def owner_of(value: Tensor, flats: Iterable[FlatParameters]) -> str | None:
+    """The name of the parameter in `flats` whose memory the tensor looks at; None if it has other memory."""
     address = _address(value)
     for flat in flats if address > 0 else ():
         place = (address - flat.full.data_ptr()) // flat.full.itemsize
@@ -29,10 +28,7 @@ def owner_of(value: Any, flats: Iterable[FlatParameters]) -> str | None:
     return None
 
 
-def _address(value: Any) -> int:
-    if isinstance(value, numpy.ndarray):
-        address: int = value.ctypes.data
-        return address
+def _address(value: Tensor) -> int:
     try:
         if value.layout is torch.sparse_coo:
             value = value._values()
@@ -51,18 +47,16 @@ def with_own_memory(output: Any, unit: str, flats: Sequence[FlatParameters]) -> 
     """
     found: list[str] = []
 
-    def copied(value: Any) -> Any:
+    def copied(value: Tensor) -> Tensor:
         name = owner_of(value, flats)
         if name is None:
             return value
         found.append(name)
-        if isinstance(value, numpy.ndarray):
-            return value.copy()
         # whatever mode this is: a parameter as output requires a gradient also when it is returned without a graph
         with torch.inference_mode(False), torch.set_grad_enabled(value.requires_grad):
             return value.clone()
 
-    def refused(value: Any) -> Any:
+    def refused(value: Tensor) -> Tensor:
         if (name := owner_of(value, flats)) is not None:
             raise TypeError(
                 f"unit {unit!r} returns a view of parameter {name!r}, whose memory leaves with the unit, in a "

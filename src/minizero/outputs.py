@@ -18,7 +18,6 @@ from collections.abc import (
 from enum import Enum
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -69,8 +68,8 @@ def is_plain(output: Any) -> bool:
     return isinstance(output, Collection) and all(is_plain(part) for part in _parts(output))
 
 
-def exchange(value: Any, swap: Callable[[Any], Any], done: dict[int, tuple[Any, Any]] | None = None) -> Any:
-    """`value` with swap(tensor) in place of each tensor and numpy array inside it, wherever `tensors_in` would look.
+def exchange(value: Any, swap: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]] | None = None) -> Any:
+    """`value` with swap(tensor) in place of each tensor inside it, wherever `tensors_in` would look.
 
     Whatever can be changed is changed in place, for somebody else may hold on to it; tuples and frozensets are built
     anew. What else cannot be changed is left as it is. Raises TypeError for an iterator, as `tensors_in` does.
@@ -83,12 +82,12 @@ def exchange(value: Any, swap: Callable[[Any], Any], done: dict[int, tuple[Any, 
     if isinstance(value, Iterator):
         raise TypeError(f"cannot look for tensors in a {type(value).__name__}: {HINT}")
     done[id(value)] = value, value  # it may contain itself
-    new = swap(value) if isinstance(value, Tensor | numpy.ndarray) else _exchange_parts(value, swap, done)
+    new = swap(value) if isinstance(value, Tensor) else _exchange_parts(value, swap, done)
     done[id(value)] = value, new
     return new
 
 
-def _exchange_parts(value: Any, swap: Callable[[Any], Any], done: dict[int, tuple[Any, Any]]) -> Any:
+def _exchange_parts(value: Any, swap: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]]) -> Any:
     attributes = dict(getattr(value, "__dict__", ()))
     attributes |= {n: getattr(value, n) for cls in type(value).__mro__ for n in _slots(cls) if hasattr(value, n)}
     for name, old in attributes.items():

@@ -178,19 +178,18 @@ class FlatParameters:
         self.full.untyped_storage().resize_(self._nbytes)
         self._point_leaves_at(self._views)
 
-    def free(self) -> None:
-        """Take the memory of `full` away. A parameter that somebody kept from before sharding reads NaN."""
-        self._point_leaves_at(self._nowhere)
-        self.full.untyped_storage().resize_(0)
+    def free(self, leaves_memory: bool = False) -> None:
+        """Take the memory of `full` away. A parameter that somebody kept from before sharding reads NaN.
 
-    def renew(self) -> None:
-        """Leave the memory of `full` to those who kept views of it, and take other memory the next time."""
+        With `leaves_memory` the memory is left to those who kept views of it; the next time `full` is other memory.
+        """
         self._point_leaves_at(self._nowhere)
-        dtype, device = self.full.dtype, self.full.device
-        del self.full, self._views  # the memory goes first, if nobody kept a view
-        self.full = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
-        self._views = self.layout.unflatten(self.full)
-        self.free()
+        if leaves_memory or not self.full.untyped_storage().resizable():  # a numpy array looks at it
+            dtype, device = self.full.dtype, self.full.device
+            del self.full, self._views  # first, for if nobody kept a view it goes with them
+            self.full = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
+            self._views = self.layout.unflatten(self.full)
+        self.full.untyped_storage().resize_(0)
 
     def _point_leaves_at(self, tensors: Sequence[Tensor]) -> None:
         if not self.aliased:

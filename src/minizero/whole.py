@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minizero.blank import Blanks, UnfilledError
 from minizero.collectives import launch_all_gather, on_all_ranks
 from minizero.construct import Dtypes, Plan, broadcast, materialise
 from minizero.gather import Gatherer, Unit
@@ -29,27 +30,46 @@ def build_units(
     initialize: Callable[[nn.Module], Any] | None,
 ) -> list[Unit]:
     """Shard the model as planned, from rank 0's values; stage 3 frees each unit before the next one gets values."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
     built: dict[str, Unit] = {}
-    for plan in materialise(model, plans, group, initialize):
-        key = {
-            id(p): (str(p.dtype), p.requires_grad, str(dtypes.get(holders[0].full_name)))
-            for p, holders in plan.parameters
-        }
-        members = sorted(plan.parameters, key=lambda member: key[id(member[0])])
-        flats = [
-            FlatParameters(list(same), rank, world, aliased=stage < 3)
-            for _, same in groupby(members, key=lambda member: key[id(member[0])])
-        ]
-        built[plan.name] = unit = Unit(plan.name, plan.module, flats, group)
-        take_from_rank_0(unit, group, replicas)
-        for flat in flats if dtypes else ():
-            flat.compute_in(*dtypes[flat.names[0]])
-        if stage == 3:
-            unit.reshard()
+    blanks = Blanks(model)
+    try:
+        for plan in materialise(model, plans, blanks, group, replicas, initialize):
+            built[plan.name] = _build_unit(plan, stage, dtypes, group, replicas)
+    except UnfilledError:  # on all ranks
+        for unit in built.values():
+            unit.unshard()
+            unit.wait()
+            for flat in unit.flats:
+                flat.let_go(precise(flat, group))
+        blanks.take_back()
+        raise
     for buffer in model.buffers():
         broadcast(buffer, group, replicas)
     return [built[plan.name] for plan in plans]
+
+
+def _build_unit(
+    plan: Plan,
+    stage: int,
+    dtypes: Mapping[str, Dtypes],
+    group: ProcessGroup | None,
+    replicas: ProcessGroup | None,
+) -> Unit:
+    key = {
+        id(p): (str(p.dtype), p.requires_grad, str(dtypes.get(holders[0].full_name))) for p, holders in plan.parameters
+    }
+    members = sorted(plan.parameters, key=lambda member: key[id(member[0])])
+    flats = [
+        FlatParameters(list(same), dist.get_rank(group), dist.get_world_size(group), aliased=stage < 3)
+        for _, same in groupby(members, key=lambda member: key[id(member[0])])
+    ]
+    unit = Unit(plan.name, plan.module, flats, group)
+    take_from_rank_0(unit, group, replicas)
+    for flat in flats if dtypes else ():
+        flat.compute_in(*dtypes[flat.names[0]])
+    if stage == 3:
+        unit.reshard()
+    return unit
 
 
 @torch.no_grad()
