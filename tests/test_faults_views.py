@@ -200,13 +200,22 @@ class Returning(nn.Module):
         return self.wrap(self.weight)
 
 
+def deeply_nested(w: Tensor) -> Any:
+    out: Any = w[:2]
+    for _ in range(3000):
+        out = [out]
+    return out
+
+
 def return_awkward_things(stage: int) -> None:
-    zero = minizero.Zero(nn.Sequential(Returning(lambda w: MappingProxyType({"a": w[:2]}))), [], stage=stage)
-    unit = zero.model[0]
-    if stage == 3:
-        with pytest.raises(TypeError, match=r"unit 'root' returns a view of parameter '0.weight'.*clone"):
-            zero.model.forward = lambda: unit()
-            zero.model()
+    for wrap in (lambda w: MappingProxyType({"a": w[:2]}), deeply_nested):
+        model = nn.Sequential(Returning(wrap))
+        model.forward = lambda model=model: model[0]()
+        minizero.Zero(model, [], stage=stage)
+        for mode in (torch.enable_grad, torch.no_grad) if stage == 3 else ():
+            match = r"unit 'root' returns a view of parameter '0\.weight'.*clone"
+            with mode(), pytest.raises(TypeError, match=match):
+                model()
     for wrap, to_list in (
         (lambda w: w.detach()[1:].numpy(), lambda out: out.tolist()),
         (lambda w: w[:2].to_sparse(), lambda out: out.to_dense().tolist()),
@@ -261,6 +270,38 @@ def cache_views(stage: int) -> None:
             with pytest.raises(ShardedAccessError, match=r"0\.weight, kept as an attribute"):
                 zero.model[0].kept + 1
         assert sum(p.numel() for p in zero.model.parameters()) == 16
+
+
+class Storing(nn.Module):
+    """Puts views of its parameters into a cache that the caller owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor, cache: Any, notes: dict[str, Any]) -> Tensor:
+        cache.layers[0].keys = self.prefix[:2]
+        notes["values"] = [(self.prefix[2:], "note")]
+        return x
+
+
+def store_views(stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Storing())
+    model.forward = lambda x, cache, notes: model[0](x, cache, notes=notes)
+    values = model[0].prefix.tolist()
+    minizero.Zero(model, [model[0]], stage=stage)
+    for mode in (torch.enable_grad, torch.no_grad):
+        cache, notes = SimpleNamespace(layers=[SimpleNamespace(keys=None)]), {}
+        with mode():
+            model(torch.ones(2), cache, notes)
+        assert [*cache.layers[0].keys.tolist(), *notes["values"][0][0].tolist()] == values
+        assert cache.layers[0].keys.requires_grad == (mode is torch.enable_grad)
+
+
+@every_stage
+def test_F79_views_in_a_cache_that_was_passed_in_have_memory_of_their_own(stage: int) -> None:
+    run_ranks(2, store_views, stage)
 
 
 @every_stage
@@ -403,12 +444,12 @@ def see_differently() -> None:
     rank = dist.get_rank()
     check = RollCall(["root", "a", "b"], None).call(1, seen=5 if rank == 2 else 7)
     with pytest.raises(
-        RuntimeError, match=r"^all ranks gather unit 'a', but ranks \[2\] ran other units before it"
+        RuntimeError, match=r"gather unit 'a': all ranks are at this unit, but ranks \[2\] ran other units before it"
     ) as e:
         check()
     assert "different units" not in str(e.value)
     check = RollCall(["root", "a", "b"], None).call(1 if rank == 0 else 2, seen=rank)
-    with pytest.raises(RuntimeError, match=r"^ranks gather different units") as e:
+    with pytest.raises(RuntimeError, match=r"gather unit '[ab]': ranks gather different units") as e:
         check()
     assert len(set(re.findall(r"rank (\d): '[ab]'", str(e.value)))) == 3
 

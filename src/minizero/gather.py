@@ -192,12 +192,11 @@ class Gatherer(NotCopied):
 
     @torch.compiler.disable
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        is_root = unit is self.units[0]
-        leaving = self.units if is_root else [unit]
-        if is_root:
-            self._in_forward = False
+        leaving = self.units if unit is self.units[0] else [unit]
+        self._in_forward &= leaving is not self.units
         if self.frees and not self.holds:
-            output = with_own_memory(output, unit.name, [f for u in leaving if u.state == State.FULL for f in u.flats])
+            flats = [flat for unit in leaving if unit.state == State.FULL for flat in unit.flats]
+            output = with_own_memory(output, (args, kwargs), unit.name, flats)
         if torch.is_grad_enabled():
             self._expect_backward(unit, (args, kwargs), output)
         if not in_backward():  # else it is recomputed for its own backward, which comes right now

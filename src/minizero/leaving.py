@@ -5,17 +5,22 @@ A view of a parameter, `self.weight[:n]`, has no memory of its own. Read after t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minizero.outputs import HINT, exchange, rebuilt
+from minizero.outputs import HINT, OPAQUE, exchange, rebuilt, tensors_in
 from minizero.placeholder import ShardedParameter
 from minizero.sharding import FlatParameters
 
-_LARGEST_CACHE = 1000  # elements of a container that is searched; a longer one is a vocabulary, and would take time
+_LARGEST = 1000  # elements of a container that is searched; a longer one is a vocabulary, and would take time
+
+_INTERNAL = vars(nn.Module()).keys() - {"_buffers"}  # what every module has: its parameters, its parts, its hooks
+
+_PLAIN = {type(None), bool, int, float, str}
 
 
 def owner_of(value: Tensor, flats: Iterable[FlatParameters]) -> str | None:
@@ -39,33 +44,31 @@ def _address(value: Tensor) -> int:
         return 0
 
 
-def with_own_memory(output: Any, unit: str, flats: Sequence[FlatParameters]) -> Any:
+def with_own_memory(output: Any, inputs: Any, unit: str, flats: Sequence[FlatParameters]) -> Any:
     """`output`, with copies in place of the tensors that look at the memory of `flats`; gradients flow through them.
 
-    Containers that can be changed are changed in place. Raises TypeError, naming unit and parameter, for a container
-    that can neither be changed nor built anew.
+    Containers that can be changed are changed in place, those among `inputs` too: a cache that was passed in stays.
+    Raises TypeError, naming unit and parameter, for a container that can neither be changed nor built anew, and for an
+    iterator.
     """
-    found: list[str] = []
 
     def copied(value: Tensor) -> Tensor:
-        name = owner_of(value, flats)
-        if name is None:
+        if owner_of(value, flats) is None:
             return value
-        found.append(name)
         # whatever mode this is: a parameter as output requires a gradient also when it is returned without a graph
         with torch.inference_mode(False), torch.set_grad_enabled(value.requires_grad):
             return value.clone()
 
-    def refused(value: Tensor) -> Tensor:
-        if (name := owner_of(value, flats)) is not None:
+    _exchange_kept(inputs, copied, depth=4, into_objects=True)
+    if any(owner_of(tensor, flats) for tensor in tensors_in(output)):
+        with suppress(RecursionError):
+            output = exchange(output, copied)
+        for name in filter(None, (owner_of(tensor, flats) for tensor in tensors_in(output))):
             raise TypeError(
                 f"unit {unit!r} returns a view of parameter {name!r}, whose memory leaves with the unit, in a "
                 f"container that cannot be changed: return a copy of it (.clone()), or {HINT}"
             )
-        return value
-
-    output = exchange(output, copied)
-    return exchange(output, refused) if found else output
+    return output
 
 
 def put_stand_ins(modules: Iterable[nn.Module], flats: Sequence[FlatParameters]) -> None:
@@ -74,23 +77,34 @@ def put_stand_ins(modules: Iterable[nn.Module], flats: Sequence[FlatParameters])
     Attributes are tensors, or lists, tuples and dicts of tensors. A forward that sets the attribute anew is served by
     that; one that relies on what an earlier one left gets ShardedAccessError with the parameter's name.
     """
-    for module in modules:
-        _put_into(vars(module), flats, depth=3)
+
+    def stand_in(value: Tensor) -> Tensor:
+        # a parameter itself has no memory while it is sharded, and reads NaN
+        name = None if isinstance(value, nn.Parameter) else owner_of(value, flats)
+        return value if name is None else ShardedParameter.stand_for(value, f"{name}, kept as an attribute")
+
+    for module in modules if flats else ():
+        attributes = vars(module)
+        kept = {key: value for key, value in attributes.items() if key not in _INTERNAL and type(value) not in _PLAIN}
+        attributes.update(_exchange_kept(kept, stand_in, depth=3, into_objects=False))
 
 
-def _put_into(values: Any, flats: Sequence[FlatParameters], depth: int) -> Any:
-    """`values` (a list, tuple or dict) with placeholders for views; lists and dicts are changed in place."""
+def _exchange_kept(values: Any, swap: Callable[[Tensor], Tensor], depth: int, into_objects: bool) -> Any:
+    """`values` (a list, tuple or dict) with swap(tensor) in place of each tensor; lists and dicts are changed in place.
+
+    This is asked at every use of a unit: unlike `exchange` it goes `depth` levels deep, and not into large containers.
+    """
     for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
         new = value
         if isinstance(value, Tensor):
-            # a parameter itself has no memory while it is sharded, and reads NaN
-            if not isinstance(value, nn.Parameter) and (name := owner_of(value, flats)) is not None:
-                new = ShardedParameter.stand_for(value, f"{name}, kept as an attribute")
-        elif isinstance(value, list | tuple | dict) and depth > 0 and len(value) <= _LARGEST_CACHE:
-            new = _put_into(value, flats, depth - 1)
+            new = swap(value)
+        elif depth > 0 and isinstance(value, (list, tuple, dict)) and len(value) <= _LARGEST:
+            new = _exchange_kept(value, swap, depth - 1, into_objects)
+        elif depth > 0 and into_objects and hasattr(value, "__dict__") and not isinstance(value, OPAQUE):
+            _exchange_kept(vars(value), swap, depth - 1, into_objects)
         if new is not value:
             if isinstance(values, tuple):
-                return rebuilt(values, [_put_into([part], flats, depth)[0] for part in values])
+                return rebuilt(values, [_exchange_kept([part], swap, depth, into_objects)[0] for part in values])
             values[key] = new
     return values
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 # Values that hold no tensors, or (modules, functions, classes) none that belong to an output.
-_OPAQUE = (
+OPAQUE = (
     *(str, bytes, int, float, complex, type(None), Enum, type, nn.Module, torch.dtype, torch.device),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, range),
 )
@@ -39,7 +39,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     pending = [value]
     while pending:
         item = pending.pop()
-        if isinstance(item, _OPAQUE) or id(item) in seen:
+        if isinstance(item, OPAQUE) or id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
@@ -69,22 +69,19 @@ def is_plain(output: Any) -> bool:
 
 
 def exchange(value: Any, swap: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]] | None = None) -> Any:
-    """`value` with swap(tensor) in place of each tensor inside it, wherever `tensors_in` would look.
+    """`value` with swap(tensor) in place of each tensor that `tensors_in` finds.
 
     Whatever can be changed is changed in place, for somebody else may hold on to it; tuples and frozensets are built
-    anew. What else cannot be changed is left as it is. Raises TypeError for an iterator, as `tensors_in` does.
+    anew. What else cannot be changed is left as it is.
     """
     done = {} if done is None else done
-    if isinstance(value, _OPAQUE):
+    if isinstance(value, OPAQUE):
         return value
-    if id(value) in done:
-        return done[id(value)][1]
-    if isinstance(value, Iterator):
-        raise TypeError(f"cannot look for tensors in a {type(value).__name__}: {HINT}")
-    done[id(value)] = value, value  # it may contain itself
-    new = swap(value) if isinstance(value, Tensor) else _exchange_parts(value, swap, done)
-    done[id(value)] = value, new
-    return new
+    if id(value) not in done:
+        done[id(value)] = value, value  # it may contain itself
+        new = swap(value) if isinstance(value, Tensor) else _exchange_parts(value, swap, done)
+        done[id(value)] = value, new
+    return done[id(value)][1]
 
 
 def _exchange_parts(value: Any, swap: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]]) -> Any:

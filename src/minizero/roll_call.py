@@ -53,10 +53,11 @@ class RollCall:
         work = Exchange(all_ranks.unbind(), [mine] * world, self._group, ROLL_CALL_TAG)
 
         def check() -> None:
-            with on_all_ranks(f"gather unit {self.names[index]!r}"):
+            with on_all_ranks(action := f"gather unit {self.names[index]!r}"):
                 work.wait()
             if (all_ranks != number).any():
-                raise RuntimeError(self._difference(all_ranks.flatten().tolist()))
+                difference = self._difference(all_ranks.flatten().tolist())
+                raise RuntimeError(f"rank {dist.get_rank()} could not {action}: {difference}")
 
         return check
 
@@ -70,7 +71,7 @@ class RollCall:
             # They would gather different ones ahead, and the error would name those.
             seen = [number // len(self.names) for number in numbers]
             others = [rank for rank in range(len(seen)) if seen[rank] != seen[0]]
-            what = f"all ranks gather unit {units[0]!r}, but ranks {others} ran other units before it than rank 0"
+            what = f"all ranks are at this unit, but ranks {others} ran other units before it than rank 0"
         return (
             f"{what}. With stage 3 every rank must run the same units in the same order; for loops that differ by rank "
             "use `with zero.gathered():`"
