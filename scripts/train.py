@@ -94,7 +94,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=real, default=1.5e-3, help="highest learning rate, default 1.5e-3")
     parser.add_argument("--warmup", type=int, default=10, help="steps until the learning rate is there, default 10")
     parser.add_argument("--clip", type=real, help="largest norm of the gradient, default 1.0")
-    parser.add_argument("--text", type=Path, help="a text file; default: Python's standard library")
+    parser.add_argument("--text", type=Path, help="a text file; default: minizero's corpus.txt")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order, default 0")
     parser.add_argument("--out", type=Path, help="output folder, default runs/stageN")
     add_files(parser)
