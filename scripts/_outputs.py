@@ -17,11 +17,17 @@ from typing import Any
 from _execute import ANSI
 
 FRAME = re.compile(r"(Cell|File) ")
+CHAIN = re.compile("(was the direct cause of the following exception|another exception occurred):")
 ARROW = re.compile(r"-+> *\d+ ")
 
 
 def trimmed(traceback: list[str]) -> list[str]:
-    """A traceback as IPython makes it, one item a frame, without the frames between the reader's line and the last."""
+    """A traceback as IPython makes it, one item a frame, without the frames between the reader's line and the last.
+
+    Nor with the exceptions that led to this one.
+    """
+    chained = [index for index, item in enumerate(traceback) if CHAIN.search(item)]
+    traceback = traceback[chained[-1] + 1 :] if chained else traceback
     kept = []
     for kind, group in groupby(traceback, key=kind_of):
         items = list(group)

@@ -95,9 +95,9 @@ def objection(executed: Path) -> str:
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
         return f"its outputs are older than {', '.join(changed[:5])}{more}"
     for file, ours in readable().items():
-        if not (executed / "book" / file.name).is_file():
+        theirs = read(executed / "book" / file.name)
+        if theirs is None:
             return f"it lacks {file.name}"
-        theirs = nbformat.read(executed / "book" / file.name, as_version=4)
         if not has_our_cells(theirs, ours):
             return f"the cells of {file.name} have changed since"
         if not _execute.is_executed(theirs):
@@ -105,24 +105,25 @@ def objection(executed: Path) -> str:
     return ""
 
 
+def read(file: Path) -> Any | None:
+    """The notebook, or None if the file is missing or is none: after a merge, for example."""
+    try:
+        return nbformat.read(file, as_version=4)
+    except Exception:  # nbformat passes on whatever its parsers raise
+        return None
+
+
 def readable() -> dict[Path, Any]:
-    """The notebooks of the book, without those that are none: after a merge, for example."""
-    found = {}
-    for file in notebooks():
-        try:
-            found[file] = nbformat.read(file, as_version=4)
-        except Exception:  # nbformat passes on whatever its parsers raise; the page says it
-            continue
-    return found
+    """The notebooks of the book that can be read. Of the others, their pages say so."""
+    return {file: notebook for file in notebooks() if (notebook := read(file)) is not None}
 
 
 def is_done(copy: Path, ours: Any) -> bool:
     """Whether `copy` was executed, as our notebook is now, and did not fail."""
-    if not copy.is_file():
+    notebook = read(copy)
+    if notebook is None or _execute.failed_cell(notebook) is not None:
         return False
-    notebook = nbformat.read(copy, as_version=4)
-    executed = _execute.is_executed(notebook) and _execute.failed_cell(notebook) is None
-    return executed and has_our_cells(notebook, ours)
+    return _execute.is_executed(notebook) and has_our_cells(notebook, ours)
 
 
 def execute(executed: Path, timeout: int) -> None:
@@ -181,7 +182,7 @@ def assemble(source: Path, executed: Path) -> list[Failure]:
     shutil.copy(ROOT / "_toc.yml", source)
     config = settings()
     config.setdefault("html", {})["extra_footer"] = f"<p>{made_with()}</p>"
-    (source / "_config.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    (source / "_config.yml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     names = _outputs.folders_of_this_machine(ROOT, executed)
     failures, ours = [], readable()
     for file in notebooks():
@@ -275,7 +276,11 @@ def main() -> int:
     if options.command == "copy":
         copy_book(options.target)
         return 0
-    return build(options.executed and options.executed.resolve())
+    try:
+        return build(options.executed and options.executed.resolve())
+    except KeyboardInterrupt:
+        print(" interrupted; what was executed is kept")
+        return 130
 
 
 if __name__ == "__main__":
