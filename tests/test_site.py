@@ -213,7 +213,7 @@ def test_the_number_of_a_chapter_is_seen_in_title_sidebar_and_table(pages: list[
         if number:
             page = BeautifulSoup((SITE / address).read_text(), "html.parser")
             name = Path(address).name
-            places = page.select("title, article h1") + intro.select(
+            places = page.select("head title, article h1") + intro.select(
                 f"article table a[href='{name}'], nav a[href='{name}']"
             )
             assert len(places) == 4
