@@ -33,7 +33,7 @@ optimizer.legacy_fusion                | flag  | ignored | 0 | an implementation
 scheduler                              | block | used | 0123 | an lr_scheduler=... in the program comes first
 scheduler.type                         | text  | used | 0123 | WarmupLR, WarmupDecayLR, WarmupCosineLR, or torch's
 scheduler.params                       | tree  | used | 0123 | what the scheduler's constructor takes
-fp16                                   | block | used | 0123 | not on a CPU in DeepSpeed
+fp16                                   | block | used | 0123 | in DeepSpeed not on CPUs without AVX512-FP16
 fp16.enabled                           | flag  | used | 0123 | fp16 weights and activations, fp32 master weights
 fp16.auto_cast                         | flag  | ignored | 0123 | floating-point inputs are always cast to fp16
 fp16.loss_scale                        | real  | used | 0123 | 0: a scale that adapts
