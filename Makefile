@@ -16,7 +16,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two cores, and the site is built from what the tests executed
-.PHONY: help setup book test test-code test-notebooks site lab sync twins push format lint exercises parity bench container strip clean distclean
+.PHONY: help setup book test test-code test-notebooks site lab sync twins push format lint exercises parity bench machines container strip clean distclean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 24
@@ -24,8 +24,16 @@ help:             ## this list
 $(VENV)/.requirements-installed: requirements.txt
 	bash scripts/venv.sh $(VENV)
 
+# PYTHON= asks for a version, and the environment has another: venv.sh makes it anew
+version = $(shell "$(1)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+ifneq ($(PYTHON),)
+ifneq ($(call version,$(PYTHON)),$(call version,$(BIN)/python))
+.PHONY: $(VENV)/.requirements-installed
+endif
+endif
+
 $(READY): pyproject.toml $(VENV)/.requirements-installed
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 setup: $(READY)   ## only what every target does first: .venv, requirements.txt, the package
@@ -85,6 +93,9 @@ parity: $(READY)  ## compare with one process, DDP, FSDP2 and DeepSpeed on 2 and
 
 bench: $(READY)   ## step times beside FSDP2, DeepSpeed and no communication at all
 	$(BIN)/python scripts/bench.py
+
+machines: $(READY) ## the book as if on other machines (hours): MACHINES="--quick one-core", MACHINES=--list
+	$(BIN)/python scripts/personalities.py $(MACHINES)
 
 # the GPU image where there is an NVIDIA driver; it writes into this checkout, so under your ids, and root's become 1000
 PROFILE ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
