@@ -14,6 +14,9 @@ export HOME := $(CURDIR)/_build/home
 $(shell mkdir -p _build/home)
 endif
 
+# files of the book are UTF-8, whatever the terminal's locale says
+export PYTHONUTF8 := 1
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two cores, and the site is built from what the tests executed
 .PHONY: help setup book test test-code test-notebooks site lab sync twins push format lint exercises parity bench machines container strip clean distclean

@@ -30,7 +30,7 @@ def run_rank(work: Callable[[torch.device], None], timeout: float) -> None:
     try:
         device = init_distributed(timeout / 3)
         os.environ.setdefault("DS_ACCELERATOR", device.type)  # before anyone imports deepspeed
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         work(device)
         dist.barrier()
         dist.destroy_process_group()

@@ -428,7 +428,7 @@ def run(options: argparse.Namespace) -> int:
     """Everything between joining the group and leaving it; returns the exit code."""
     device = minizero.init_distributed(options.timeout)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
     check_same_text(options.corpus)
     trainee = distribute(options, device)
     parameters = sum(p.numel() for p in trainee.model.parameters())

@@ -37,7 +37,7 @@ def read_json(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, 
         return "config", dict(config)
     source = os.fspath(config)
     try:
-        raw = json.loads(Path(source).read_text(), object_pairs_hook=_Pairs)
+        raw = json.loads(Path(source).read_text(encoding="utf-8"), object_pairs_hook=_Pairs)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(source, [f"not JSON: {error}"]) from None
     problems: list[str] = []

@@ -211,7 +211,7 @@ class Rank:
             how = "does not answer"
         else:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        log = self._log.read_text(errors="replace").strip()[-2000:]
+        log = self._log.read_text("utf-8", errors="replace").strip()[-2000:]
         return f"the process {how}" + (f"\n{log}" if log else "")
 
     def command(self, word: str) -> None:
