@@ -213,7 +213,8 @@ def ipv6():
         return True
     except OSError:
         return False
-import torch
+if {asks_torch}:
+    import torch
 sys.exit(not ({proof}))
 """
 
@@ -273,7 +274,13 @@ def run_as(personality: Personality, quick: bool, log: Path) -> str:
 
         log.write_bytes(b"")
         try:
-            code, words = call([".venv/bin/python", "-c", _PROVE.format(proof=personality.proof)])
+            code, words = call(
+                [
+                    ".venv/bin/python",
+                    "-c",
+                    _PROVE.format(proof=personality.proof, asks_torch="torch" in personality.proof),
+                ]
+            )
             if code != 0:
                 return (
                     f"skipped: {words.strip().splitlines()[-1] if words.strip() else 'this machine cannot be made so'}"
