@@ -196,7 +196,7 @@ PERSONALITIES = (
         "tmpdir",
         "TMPDIR elsewhere: in memory, under a name with a space",
         "tempfile.gettempdir().startswith('/dev/shm') and shutil.disk_usage('/dev/shm').free > 2**30",
-        {"TMPDIR": "/dev/shm/{name}"},
+        {"TMPDIR": "/dev/shm/{name} of ours"},
         temporary_folder,
     ),
     Personality(
@@ -257,6 +257,30 @@ def live_as(personality: Personality, scratch: Path, command: list[str]) -> int:
     os.execvp(command[0], command)
 
 
+Call = Callable[[list[str]], tuple[int, str]]  # runs a command on that machine: exit code, and what it wrote
+
+
+def why_not(personality: Personality, call: Call) -> str:
+    """Empty, or the reason why this machine cannot be had here."""
+    program = _PROVE.format(proof=personality.proof, asks_torch="torch" in personality.proof)
+    code, words = call([".venv/bin/python", "-c", program])
+    return (words.splitlines() or ["this machine cannot be made so"])[-1] if code != 0 else ""
+
+
+def failures(call: Call, quick: bool) -> list[str]:
+    """Run the notebooks and the tests; pytest's lines about those that failed."""
+    failed = []
+    notebooks = " ".join(f"book/{name}.ipynb" for name in NOTEBOOKS)
+    tests = " ".join(f"tests/{name}" for name in TESTS)
+    for target in (["test-notebooks", *([f"NOTEBOOKS={notebooks}"] if quick else [])], ["test-code", f"TESTS={tests}"]):
+        # old-file: the environment is there, whatever the dates of the copied files say
+        code, words = call(["make", "--no-print-directory", "--old-file=.venv/.package-installed", *target])
+        if code != 0:
+            lines = [line for line in words.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            failed += lines or [f"make {target[0]}: exit code {code}"]
+    return failed
+
+
 def run_as(personality: Personality, quick: bool, log: Path) -> str:
     """Run it; returns "passed", "FAILED: ..." or "skipped: ...". `log` gets all output."""
     with tempfile.TemporaryDirectory(prefix=f"{personality.name}-", ignore_cleanup_errors=True) as folder:
@@ -264,44 +288,23 @@ def run_as(personality: Personality, quick: bool, log: Path) -> str:
         scratch.chmod(0o755)
         checkout, environment = settle(personality, scratch)
         enter = [sys.executable, str(Path(__file__).resolve()), "--as", personality.name, "--scratch", folder, "--"]
+        log.write_bytes(b"")
 
         def call(command: list[str]) -> tuple[int, str]:
             begin = log.stat().st_size
             with log.open("ab") as out:
-                code = subprocess.run(
-                    [*enter, *command], cwd=checkout, env=environment, stdout=out, stderr=out, check=False
-                )
-            with log.open("rb") as written:
-                written.seek(begin)
-                return code.returncode, written.read().decode(errors="replace")
+                done = subprocess.run([*enter, *command], cwd=checkout, env=environment, stdout=out, stderr=out)
+            return done.returncode, log.read_bytes()[begin:].decode(errors="replace").strip()
 
-        log.write_bytes(b"")
         try:
-            code, words = call(
-                [
-                    ".venv/bin/python",
-                    "-c",
-                    _PROVE.format(proof=personality.proof, asks_torch="torch" in personality.proof),
-                ]
-            )
-            if code != 0:
-                return (
-                    f"skipped: {words.strip().splitlines()[-1] if words.strip() else 'this machine cannot be made so'}"
-                )
-            make = ["make", "--no-print-directory", "--old-file=.venv/.package-installed"]
-            notebooks = [f"NOTEBOOKS={' '.join(f'book/{name}.ipynb' for name in NOTEBOOKS)}"] if quick else []
-            failed = []
-            tests = " ".join(f"tests/{name}" for name in TESTS)
-            for command in (["test-notebooks", *notebooks], ["test-code", f"TESTS={tests}"]):
-                code, words = call([*make, *command])
-                if code != 0:
-                    lines = [line for line in words.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                    failed += lines or [f"{command[0]}: exit code {code}"]
+            reason = why_not(personality, call)
+            if reason:
+                return f"skipped: {reason}"
+            failed = failures(call, quick)
             return "\n    ".join(["FAILED:", *failed]) if failed else "passed"
         finally:
-            shutil.rmtree(
-                environment.get("TMPDIR", "") if "TMPDIR" in personality.environment else "", ignore_errors=True
-            )
+            if "TMPDIR" in personality.environment:
+                shutil.rmtree(environment["TMPDIR"], ignore_errors=True)
 
 
 def two(text: str) -> list[Personality]:
