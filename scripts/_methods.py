@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _deepspeed_op import quote_library_path
 from torch import Tensor, nn
 
 import minizero
@@ -150,6 +151,7 @@ class DeepSpeed(Method):
         # a client optimizer: one named in the file would be DeepSpeed's own compiled Adam, and another algorithm
         optimizer = optimizer_class(model.parameters(), lr=lr)
         self.stage, self.norms = stage, []
+        quote_library_path()
         with contextlib.redirect_stdout(sys.stderr):  # it has news for the reader of a table
             import deepspeed
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import personalities
 import pytest
+import yaml
 from personalities import PERSONALITIES, Personality, run_as, two
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,6 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_contributing_lists_every_personality() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert [p.name for p in PERSONALITIES if f"`{p.name}`" not in text] == []
+
+
+def test_every_night_runs_all() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())["jobs"]
+    assert jobs["other-machines"]["strategy"]["matrix"]["machine"] == [p.name for p in PERSONALITIES]
 
 
 def test_what_is_to_be_run_exists() -> None:
