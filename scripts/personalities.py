@@ -135,6 +135,13 @@ def told(answer: bool) -> Callable[[Path], None]:
 
 _TOLD = """\
 import importlib.util, sys
+class Answer:
+    def __init__(self, asked):
+        self.asked = asked
+    def __call__(self):
+        return {answer}
+    def __getattr__(self, name):
+        return getattr(self.asked, name)
 class Told:
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -145,7 +152,7 @@ class Told:
         execute = spec.loader.exec_module
         def exec_module(module):
             execute(module)
-            module.ops.mkldnn._is_mkldnn_fp16_supported = lambda: {answer}
+            module.ops.mkldnn._is_mkldnn_fp16_supported = Answer(module.ops.mkldnn._is_mkldnn_fp16_supported)
         spec.loader.exec_module = exec_module
         return spec
 sys.meta_path.insert(0, Told)
