@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import isfinite
-from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from minizero.attached import watch_steps
 from minizero.collectives import launch_all_gather, on_all_ranks
 from minizero.gather import in_backward
 from minizero.memory import check_positive, shard_elements, traffic
@@ -76,7 +74,7 @@ def no_sync(parallel: Zero | Replicated) -> Iterator[None]:
     if in_backward():
         raise RuntimeError("no_sync() inside a backward: enter it before")
     if isinstance(parallel, Replicated) and parallel not in _guarded:
-        register_optimizer_step_pre_hook(partial(_check_step, ref(parallel)))
+        watch_steps(parallel, _check_step)
         _guarded.add(parallel)
     holder = parallel._reducer if isinstance(parallel, Zero) else parallel
     before, holder.holds = holder.holds, True
@@ -86,9 +84,9 @@ def no_sync(parallel: Zero | Replicated) -> Iterator[None]:
         holder.holds = before
 
 
-def _check_step(replicated: ref[Replicated], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (alive := replicated()) is not None and alive.has_held:
-        mine = {id(p) for p in alive.model.parameters() if p.grad is not None}
+def _check_step(replicated: Replicated, optimizer: Optimizer) -> None:
+    if replicated.has_held:
+        mine = {id(p) for p in replicated.model.parameters() if p.grad is not None}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
                 "step() with gradients that were held back, other ones on each rank: run the window's last backward "

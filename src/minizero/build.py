@@ -180,8 +180,8 @@ def _build(zero: Zero, optimizer: Optimizer | None, groups: Groups | None, confi
         rebind(optimizer, zero, groups)
     offload = config.zero_optimization.offload_optimizer
     if offload.device == "none":
-        return zero.attach(optimizer)
-    return attach_offloaded(zero, optimizer, offload.nvme_path if offload.device == "nvme" else None)
+        return zero.attach(optimizer, elementwise=True)
+    return attach_offloaded(zero, optimizer, offload.nvme_path if offload.device == "nvme" else None, elementwise=True)
 
 
 def rebind(optimizer: Optimizer, zero: Zero, groups: Groups | None) -> None:

@@ -161,7 +161,12 @@ class Engine(Facts):
         return (self.micro_steps + 1) % self.batch.steps == 0
 
     def mean_loss(self) -> float:
-        """The mean of the losses of the last window, over its micro-batches and all ranks; call on all ranks."""
+        """The mean of the losses of the last window, over its micro-batches and all ranks; call on all ranks.
+
+        Raises RuntimeError before the first window is done.
+        """
+        if not self._window:
+            raise RuntimeError("mean_loss() before the first window is done: there is no loss yet")
         mean = torch.stack([loss.double() for loss in self._window]).mean().to(self.device)
         with on_all_ranks("average the loss"):
             dist.all_reduce(mean, group=self.zero.group)

@@ -200,13 +200,16 @@ def offload_optimizer(
         OSError: on all ranks, if one of them has no room for its file or may not use it. Nothing is changed then.
     """
     check_elementwise(cls, elementwise)
-    return attach_offloaded(zero, cls(slice_groups(zero.flats, groups), **options), directory)
+    return attach_offloaded(zero, cls(slice_groups(zero.flats, groups), **options), directory, elementwise=True)
 
 
-def attach_offloaded(zero: Zero, optimizer: Optimizer, directory: str | Path | None = None) -> Optimizer:
+def attach_offloaded(
+    zero: Zero, optimizer: Optimizer, directory: str | Path | None = None, *, elementwise: bool = False
+) -> Optimizer:
     """The same for an optimizer that was made on slices of `zero`, instead of `zero.attach(optimizer)`."""
+    check_elementwise(type(optimizer), elementwise)
     offload = Offload(zero, probe_states(optimizer), directory)
-    zero.attach(optimizer)
+    zero.attach(optimizer, elementwise=True)
     for piece, states in optimizer.state.items():  # Adagrad makes them in its constructor, where the slices were
         states |= {name: value.to(piece.device) for name, value in states.items() if isinstance(value, Tensor)}
     optimizer.register_load_state_dict_post_hook(offload.settle)

@@ -75,6 +75,8 @@ class ShardedParameter(nn.Parameter):
             return None
         if _changes_nothing(self, kind, name, args, kwargs or {}):
             return self
+        if name == "grad":
+            refuse_gradient(self.parameter_name)
         refuse(self.parameter_name, "be used by " + repr(name))
 
 
@@ -102,6 +104,16 @@ def refuse(name: str, action: str) -> NoReturn:
         "inside the forward of the unit it belongs to, or inside `with zero.gathered():`. For all values use "
         "zero.full_state() and zero.load_full_state(); gradients and optimizer state live in the optimizer's slices. "
         "Change shapes, dtypes, devices, requires_grad and parametrizations before sharding."
+    )
+
+
+def refuse_gradient(name: str) -> NoReturn:
+    """Raise ShardedAccessError: the gradient of the parameter `name` is not on it."""
+    raise ShardedAccessError(
+        f"parameter {name!r} is sharded: its gradient is not here but in pieces on all ranks, where torch's clipping "
+        "and an optimizer of model.parameters() do not find it. Clip with zero.clip_grad_norm() (an engine clips by "
+        'itself, by "gradient_clipping"), step with an optimizer from zero.optimizer(), forget with zero.zero_grad(). '
+        "To read, set or clip the pieces by value call zero.reduce() and go through zero.named_slices()"
     )
 
 
