@@ -46,14 +46,15 @@ class Attached(NotCopied):
     """
 
     def __init__(self, flats: Sequence[FlatParameters]) -> None:
-        self._flats = [flat for flat in flats if flat.requires_grad]
+        self._flats, trained = flats, [flat for flat in flats if flat.requires_grad]
         self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._all: set[Tensor] = {piece for flat in trained for piece in flat.slices}
         self._slices = {
-            id(piece): name for flat in self._flats for name, piece in zip(flat.names, flat.slices, strict=True)
+            id(piece): name for flat in trained for name, piece in zip(flat.names, flat.slices, strict=True)
         }
         self._wholes = {
             id(parameter): name
-            for flat in self._flats
+            for flat in trained
             for parameters in (flat.leaves, flat.placeholders)
             for name, parameter in zip(flat.names, parameters, strict=True)
         }
@@ -85,8 +86,7 @@ class Attached(NotCopied):
 
     def slices(self) -> set[Tensor]:
         """What all of them update together; if there is none, everything that is trained."""
-        updated = {piece for optimizer in self._optimizers for piece in slices_of(optimizer)}
-        return updated or {piece for flat in self._flats for piece in flat.slices}
+        return {piece for optimizer in self._optimizers for piece in slices_of(optimizer)} or set(self._all)
 
     def check_call(self, optimizer: Optimizer, arguments: Collection[Any]) -> None:
         """Refuse a step after `unwrap()`, one with a closure, and torch's GradScaler; on all ranks alike.
