@@ -214,6 +214,11 @@ def two_optimizers(stage: int, offload: str, folder: str) -> list[Any]:  # noqa:
     for optimizer in (head, body):
         optimizer.step()
         optimizer.zero_grad()
+    found.append(values(side))
+    backward(1.0)
+    head.zero_grad()
+    head.step()  # without a gradient: momentum does not carry it on
+    body.step()
     return [*found, values(side)]
 
 
@@ -235,7 +240,7 @@ def test_F83_zero_grad_forgets_the_gradients_of_its_own_optimizer_only(
             head -= speed_head
         return {"body": body, "head": head, "rest": 0.0, "neck": body}
 
-    for gradients in ((1.0, None), (2.0, None), (None, 6.0), (110.0, 100.0), (2.0, 2.0)):
+    for gradients in ((1.0, None), (2.0, None), (None, 6.0), (110.0, 100.0), (2.0, 2.0), (1.0, None)):
         wanted.append(step(*gradients))
     assert alike[0] == wanted
 
@@ -438,3 +443,26 @@ def leave_nothing_behind() -> None:
 
 def test_F97_no_hook_outlives_what_it_watches_for() -> None:
     harness.run_ranks(1, leave_nothing_behind)
+
+
+def engine_at_its_beginning() -> None:
+    model = Parts(p=3, q=2)
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 2}}
+    engine, _, _, _ = minizero.initialize(model=model, optimizer=SGD(model.parameters(), lr=1.0), config=config)
+    with pytest.raises(RuntimeError, match="before the first window is done"):
+        engine.mean_loss()
+    engine.backward(engine(p=1.0, q=1.0))
+    with pytest.raises(ShardedAccessError, match=r"parameter 'p' is sharded.*gradient_clipping"):  # F82
+        nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+    engine.step()
+    assert engine.mean_loss() == 0.0
+    engine.optimizer.param_groups.clear()
+    engine.optimizer.add_param_group({"params": [model.q]})  # F84
+    engine.backward(engine(p=1.0, q=1.0))
+    engine.step()
+    assert values(engine.zero) == {"p": -1.0, "q": -2.0}
+    assert all(piece.grad is None for _, piece in engine.zero.named_slices()), "what is in no group would add up"
+
+
+def test_F97_there_is_no_mean_loss_before_the_first_window() -> None:
+    harness.run_ranks(2, engine_at_its_beginning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet, finalize, ref
@@ -16,6 +17,13 @@ from minizero.placeholder import NotCopied
 from minizero.sharding import FlatParameters
 
 Owner = TypeVar("Owner")
+STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what calls the hooks, and every optimizer's step
+
+
+class Cycle:
+    """What only the garbage collector finds."""
+
+    itself: Cycle
 
 
 def watch_steps(owner: Owner, check: Callable[[Owner, Optimizer], None]) -> RemovableHandle:
@@ -30,8 +38,27 @@ def watch_steps(owner: Owner, check: Callable[[Owner, Optimizer], None]) -> Remo
             check(it, optimizer)
 
     handle = register_optimizer_step_pre_hook(before)
-    finalize(owner, handle.remove).atexit = False
+    _when_gone(owner, handle)
     return handle
+
+
+def _when_gone(owner: object, handle: RemovableHandle) -> None:
+    finalize(owner, _remove, handle).atexit = False
+
+
+def _remove(handle: RemovableHandle) -> None:
+    """Remove a hook from torch's table; garbage is found at any time, but a step that goes through it must not see it.
+
+    Then it goes when garbage is found next.
+    """
+    frames = [*sys._current_frames().values()]
+    while frames and not any(frame.f_code is STEP for frame in frames):
+        frames = [frame.f_back for frame in frames if frame.f_back]
+    if not frames:
+        return handle.remove()
+    garbage = Cycle()
+    garbage.itself = garbage
+    _when_gone(garbage, handle)
 
 
 def slices_of(optimizer: Optimizer) -> set[Tensor]:

@@ -123,7 +123,7 @@ class Engine(Facts):
                 self.lr_scheduler.step(**lr_kwargs)
         if self._scaler is not None:
             self._scaler.update(finite)
-        self.optimizer.zero_grad()
+        self.zero.zero_grad()
         self._step_applied = finite
         self.skipped_steps += not finite
         self.global_steps += 1
@@ -140,7 +140,7 @@ class Engine(Facts):
 
     def zero_grad(self) -> None:
         """Forget all gradients; the window begins anew."""
-        self.optimizer.zero_grad()
+        self.zero.zero_grad()
         self.micro_steps -= self.micro_steps % self.batch.steps
         self._losses, self._backwards = [], 0
 
