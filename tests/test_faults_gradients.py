@@ -430,8 +430,8 @@ def leave_nothing_behind() -> None:
     gc.collect()
     assert len(hooks) == before
     # Garbage may be found while a step goes through the table, which must not change then.
-    make()
     handle = register_optimizer_step_pre_hook(lambda *_: print(gc.collect()))
+    make()
     other.step()
     handle.remove()
     gc.collect()

@@ -65,7 +65,8 @@ class Offload:
     """
 
     def __init__(self, zero: Zero, states: States, directory: str | Path | None) -> None:
-        self._zero, self._files = zero, list[MappedFile]()
+        self._zero = zero
+        self._files: list[MappedFile] = []
         self._courier: Courier | None = None
         self._places: dict[Tensor, dict[str, Tensor]] = {}  # of the states that are in files
         self.flats = [flat for flat in zero.flats if flat.requires_grad]

@@ -6,7 +6,7 @@ reduce-scatter; when that lands, this rank has the mean over ranks of its own sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from weakref import ref
@@ -98,7 +98,7 @@ class Bucket(NotCopied):
         self.collected.clear()
         self.expect_all()
 
-    def forget(self, slices: Container[Tensor]) -> None:
+    def forget(self, slices: set[Tensor]) -> None:
         """Forget what was collected for the parameters of these slices, until a backward brings more."""
         self.forgotten.update(index for index, piece in enumerate(self.flat.slices) if piece in slices)
         self.collected -= self.forgotten
@@ -235,7 +235,7 @@ class Reducer(NotCopied):
             for leaf in bucket.flat.leaves:
                 Tensor.grad.__set__(leaf, None)  # type: ignore[union-attr]  # whatever its class says
 
-    def forget(self, slices: Container[Tensor]) -> None:
+    def forget(self, slices: set[Tensor]) -> None:
         """Forget the gradients of these slices that have not become shards. Call on all ranks alike."""
         for bucket in self.buckets():
             bucket.forget(slices)
