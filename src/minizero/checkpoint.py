@@ -16,14 +16,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from minizero import one_file
 from minizero.collectives import launch_all_gather, on_all_ranks
 from minizero.files import Spec, durable, pieces_of, tensor_header
 from minizero.manifest import CheckpointError as CheckpointError
 from minizero.manifest import check_tag, read_latest, read_manifest
+from minizero.one_file import split_extras
 from minizero.reading import Reading
+from minizero.sending import as_bytes
 from minizero.sharding import FlatParameters
 from minizero.snapshot import Ranks, Snapshot
-from minizero.whole import mark_changed, persistent_buffers
+from minizero.state import extra_states, persistent_buffers
+from minizero.whole import mark_changed
 from minizero.zero import Zero
 
 
@@ -157,10 +161,12 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
 
     It has every key of the plain model's state dict, tied ones with equal values, and rank 0's buffers. Floating-point
     values keep the dtype of the master values, or become `dtype`. Rank 0 gets one flat buffer after the other: it holds
-    no more than that besides its shard. Raises CheckpointError on all ranks; then no file is there, or the old one.
+    no more than that besides its shard. Extra states that are no tensors are JSON in the file's metadata:
+    `one_file.read` brings them back. Raises CheckpointError on all ranks; then no file is there, or the old one.
     """
     ranks, path = Ranks(zero), Path(path).absolute()
-    buffers = persistent_buffers(zero.model)
+    kept, texts = split_extras(ranks.first_does("read the extra states", lambda: extra_states(zero.model)))
+    buffers = persistent_buffers(zero.model) | kept
 
     def spec(tensor: Tensor, shape: torch.Size) -> Spec:
         return (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype), tuple(shape)
@@ -172,8 +178,7 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
         for holder in holders
     }
     specs |= {name: spec(buffer, buffer.shape) for name, buffer in buffers.items()}
-    head, places = tensor_header(specs, {"format": "pt"})
-
+    head, places = tensor_header(specs, {"format": "pt"} | texts)
     file: Any = None
 
     def begin() -> None:
@@ -207,8 +212,13 @@ def gather_to_first(flat: FlatParameters, group: ProcessGroup | None) -> Tensor:
     """The master values of all ranks, padded, on rank 0; what this rank has, on the others."""
     shard = flat.master.to(flat.full.device)
     if dist.get_rank(group) != 0:
-        dist.gather(shard, group=group, group_dst=0)
+        dist.gather(as_bytes(shard), group=group, group_dst=0)
         return shard
     whole = shard.new_empty(flat.layout.padded_numel)
-    dist.gather(shard, list(whole.view(flat.layout.world, -1)), group=group, group_dst=0)
+    parts = [as_bytes(part) for part in whole.view(flat.layout.world, -1)]
+    dist.gather(as_bytes(shard), parts, group=group, group_dst=0)
     return whole
+
+
+if __name__ == "__main__":
+    one_file.main()

@@ -147,16 +147,19 @@ def launch_all_gather(full: Tensor, shard: Tensor, group: ProcessGroup | None = 
     On CUDA the collective runs on NCCL's own stream, after what the current stream has queued, and `wait()` makes the
     current stream wait for it. On the CPU the ranks exchange their shards: gloo's own all-gather fills a buffer and
     then copies it. `shard` may be this rank's part of `full`; else it is copied there first, in the dtype of `full`.
+    Bytes travel: no backend knows every dtype.
     """
     _check_full_and_shard(full, shard, group)
     with torch.no_grad():
-        places = full.view(dist.get_world_size(group), -1).unbind()
+        places = list(full.view(dist.get_world_size(group), -1))
         mine = places[dist.get_rank(group)]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
+        places = [place.view(torch.uint8) for place in places]
+        mine = places[dist.get_rank(group)]
         if full.device.type == "cpu":
             return Exchange(places, [mine] * len(places), group, ALL_GATHER_TAG)
-        work: Work = _all_gather(full, mine, group=group, async_op=True)
+        work: Work = _all_gather(full.view(torch.uint8), mine, group=group, async_op=True)
     return work
 
 

@@ -16,7 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from minizero.collectives import on_all_ranks
 from minizero.gather import Unit
 from minizero.replicate import check_agreement
+from minizero.sending import send_from_first
 from minizero.sharding import Holder, holders_of, raise_replaced
+from minizero.state import check_state
 
 
 @dataclass
@@ -123,11 +125,15 @@ def _check_memory(model: nn.Module) -> None:
 def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], group: ProcessGroup | None) -> None:
     """Raise ValueError on all ranks, naming the first difference, unless all are about to shard the same model.
 
-    Ranks are counted inside `group`. Also raises on a rank that `group` does not contain.
+    Ranks are counted inside `group`. Also raises on a rank that `group` does not contain, and, TypeError or ValueError,
+    for a buffer, extra state or state-dict hook that could not be sent or saved later.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
-    mine = [f"stage {stage}"] + [
+    model = plans[0].module
+    problem = check_state(model, stage)
+    buffers = [f"buffer {name!r}: {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
+    mine = [f"stage {stage}", f"problem: {problem}", *buffers] + [
         f"unit {plan.name!r}, {name!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
         + (f", computed in {dtypes[name].compute}, sent in {dtypes[name].wire}" if dtypes else "")
         for plan in plans
@@ -135,6 +141,8 @@ def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], group
         for name in [holders[0].full_name]
     ]
     check_agreement(mine, group)
+    if problem:
+        raise problem
 
 
 def materialise(
@@ -201,8 +209,8 @@ def broadcast(tensor: Tensor, group: ProcessGroup | None, replicas: ProcessGroup
     """Give every rank of the group, and of all replicas, the tensor of rank 0."""
     with on_all_ranks("send rank 0's values"):
         if replicas is not None:
-            dist.broadcast(tensor, group=replicas, group_src=0)
-        dist.broadcast(tensor, group=group, group_src=0)
+            send_from_first(tensor, replicas)
+        send_from_first(tensor, group)
 
 
 def check_model(model: nn.Module, units: Sequence[Unit]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from minizero.facts import Facts
 from minizero.manifest import read_latest
 from minizero.optimizer import NonFiniteGradientError
 from minizero.precision import LossScaler
+from minizero.snapshot import Ranks
 from minizero.zero import Zero
 
 COUNTS = ("global_steps", "global_samples", "skipped_steps")
@@ -209,7 +211,8 @@ class Engine(Facts):
         if not load_module_strict or custom_load_fn is not None:
             raise ValueError("load_checkpoint() takes no load_module_strict=False and no custom_load_fn")
         with_optimizer = load_optimizer_states and not load_module_only
-        if tag is None and not read_latest(Path(load_dir)):
+        look = partial(read_latest, Path(load_dir))
+        if tag is None and not Ranks(self.zero).first_does(f"look for a checkpoint in {load_dir}", look):
             return None, None
         loaded = load(Path(load_dir), self.zero, self.optimizer if with_optimizer else None, tag=tag)
         if not load_module_only:

@@ -105,6 +105,12 @@ def refuse(name: str, action: str) -> NoReturn:
     )
 
 
+def plain_name(path: str, name: str) -> str:
+    """`path.name` without what the wrappers of torch.compile and of torch's activation checkpointing add to it."""
+    full = f"{path}.{name}".removeprefix(".")
+    return full.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 class NotCopied:
     """Refuses `copy.deepcopy` and `pickle`: a copy would share buffers, hooks and process group with the original."""
 

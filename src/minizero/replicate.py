@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, Work
 
+from minizero.sending import check_tensor, send_from_first
+
 
 @torch.no_grad()
 def average_gradients(model: nn.Module, group: ProcessGroup | None = None) -> None:
@@ -237,10 +239,10 @@ def check_agreement(mine: list[str], group: ProcessGroup | None, what: str = "mo
                 raise ValueError(f"ranks bring different {what}: rank 0 has {first}, rank {rank} has {other}")
 
 
-@torch.no_grad()
 def take_from_rank_0(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Overwrite every parameter and buffer by that of the group's first rank."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        value = tensor.detach().contiguous()  # a copy only of a transposed or strided one
-        dist.broadcast(value, group=group, group_src=0)
-        tensor.copy_(value)
+    """Overwrite every parameter and buffer by that of the group's first rank; TypeError before, naming what cannot."""
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+    for tensor in tensors.values():
+        send_from_first(tensor, group)

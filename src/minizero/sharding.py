@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from minizero.placeholder import ShardedParameter
+from minizero.placeholder import ShardedParameter, plain_name
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Holder:
 
     @property
     def full_name(self) -> str:
-        """The key in the model's state dict; torch.compile's wrapper leaves no trace in it."""
-        return f"{self.path}.{self.name}".removeprefix(".").replace("_orig_mod.", "")
+        """The key in the model's state dict."""
+        return plain_name(self.path, self.name)
 
 
 class FlatParameters:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -214,7 +214,7 @@ class Zero(NotCopied):
         with hold_gathered(self.units, self._gatherer, self.group, self.replicas):
             yield
 
-    def full_state(self) -> dict[str, Tensor]:
+    def full_state(self) -> dict[str, Any]:
         """The plain model's state dict, on the CPU of rank 0; other ranks get {}. Call on all ranks of `group`.
 
         One unit at a time is whole, so no rank but 0 needs memory for more than that. Buffers are rank 0's own.
@@ -222,7 +222,7 @@ class Zero(NotCopied):
         self._recover()
         return read_full_state(self.model, self.units, self._gatherer, self.group)
 
-    def load_full_state(self, state: dict[str, Tensor]) -> None:
+    def load_full_state(self, state: dict[str, Any]) -> None:
         """Load a plain model's state dict; call on all ranks, only the one of rank 0 is read.
 
         Raises ValueError on all ranks, naming the key, if a key is missing, unknown or of another shape; then nothing
