@@ -50,8 +50,6 @@ from minizero.config import load_config
 from minizero.config_read import read_json
 from minizero.data import Batches, Corpus, decode, load_corpus
 from minizero.engine import Engine
-from minizero.manifest import read_latest
-from minizero.snapshot import Ranks
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 HELD_OUT_BATCHES = 8  # the held-out loss is over at most so many global batches, the same ones before and after
@@ -317,7 +315,7 @@ class Checkpoints:
         empty: dict[str, list[float]] = {"losses": [], "held_out": []}
         if not self.options.resume:
             return empty
-        if not Ranks(self.trainee.zero).first_does("look for a checkpoint", lambda: read_latest(self.options.save)):
+        if not checkpoint.exists(self.options.save, self.trainee.zero):
             say(f"no checkpoint in {self.options.save}: starting from the beginning")
             return empty
         loaded = checkpoint.load(self.options.save, self.trainee.zero, self.trainee.optimizer)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import minizero
-from minizero import checkpoint, files, manifest
+from minizero import checkpoint, files, manifest, one_file
 from minizero.files import decode, encode
 from minizero.manifest import CheckpointError, sources, span
 from minizero.offload import offload_optimizer
@@ -679,15 +679,15 @@ def full_disk(path: Path) -> None:
     zero = minizero.Zero(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     checkpoint.export(path, zero)
     before = path.read_bytes()
-    plain = checkpoint.pieces_of
+    plain = one_file.pieces_of
 
     def fail(tensor: Tensor) -> Any:
         raise OSError(28, "No space left on device")
 
-    checkpoint.pieces_of = fail
+    one_file.pieces_of = fail
     with pytest.raises(CheckpointError, match=r"rank 0: OSError: .*No space left on device"):
         checkpoint.export(path, zero)
-    checkpoint.pieces_of = plain
+    one_file.pieces_of = plain
     assert path.read_bytes() == before
     dist.barrier()
 

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from minizero import one_file
 from minizero.collectives import launch_all_gather, on_all_ranks
-from minizero.files import Spec, durable, pieces_of, tensor_header
+from minizero.files import Spec, durable
 from minizero.manifest import CheckpointError as CheckpointError
 from minizero.manifest import check_tag, read_latest, read_manifest
-from minizero.one_file import split_extras
+from minizero.one_file import OneFile, split_extras
 from minizero.reading import Reading
 from minizero.sending import as_bytes
 from minizero.sharding import FlatParameters
@@ -115,6 +115,15 @@ class Loaded(NamedTuple):
     extra: Any
 
 
+def exists(directory: str | Path, zero: Zero) -> bool:
+    """Whether `load` finds a checkpoint in `directory`: rank 0 looks, and all ranks hear it. Call on all ranks.
+
+    A rank that looks itself may not see yet, on a network file system, what the others do: they would wait for it.
+    """
+    look = partial(read_latest, Path(directory))
+    return bool(Ranks(zero).first_does(f"look for a checkpoint in {directory}", look))
+
+
 def load(directory: str | Path, zero: Zero, optimizer: Optimizer | None = None, *, tag: str | None = None) -> Loaded:
     """Load the latest checkpoint in `directory`, or the one called `tag`; call on all ranks.
 
@@ -165,8 +174,9 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
     `one_file.read` brings them back. Raises CheckpointError on all ranks; then no file is there, or the old one.
     """
     ranks, path = Ranks(zero), Path(path).absolute()
-    kept, texts = split_extras(ranks.first_does("read the extra states", lambda: extra_states(zero.model)))
-    buffers = persistent_buffers(zero.model) | kept
+    kept: dict[str, Any] = persistent_buffers(zero.model)
+    ranks.do(f"write {path}", lambda: kept.update(extra_states(zero.model)))
+    kept, texts = split_extras(kept)
 
     def spec(tensor: Tensor, shape: torch.Size) -> Spec:
         return (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype), tuple(shape)
@@ -177,34 +187,28 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
         for shape, holders in zip(flat.layout.shapes, flat.holders, strict=True)
         for holder in holders
     }
-    specs |= {name: spec(buffer, buffer.shape) for name, buffer in buffers.items()}
-    head, places = tensor_header(specs, {"format": "pt"} | texts)
-    file: Any = None
+    specs |= {name: spec(tensor, tensor.shape) for name, tensor in kept.items()}
+    out: Any = None
 
     def begin() -> None:
-        nonlocal file
-        file = stack.enter_context(durable(path))
-        file.write(head)
-
-    def put(name: str, tensor: Tensor) -> None:
-        file.seek(places[name])
-        file.writelines(pieces_of(tensor.to(specs[name][0])))
+        nonlocal out
+        out = OneFile(stack.enter_context(durable(path)), specs, texts)
 
     def put_flat(flat: FlatParameters, whole: Tensor) -> None:
         for value, holders in zip(flat.layout.unflatten(whole), flat.holders, strict=True):
             for holder in holders:
-                put(holder.full_name, value)
+                out.put(holder.full_name, value)
 
-    def put_buffers() -> None:
-        for name, buffer in buffers.items():
-            put(name, buffer)
+    def put_kept() -> None:
+        for name, tensor in kept.items():
+            out.put(name, tensor)
 
     with ExitStack() as stack:
         ranks.first_does(f"write {path}", begin)
         for flat in zero.flats:
             whole = gather_to_first(flat, zero.group) if ranks.replica == 0 else flat.master
             ranks.first_does(f"write {path}", partial(put_flat, flat, whole))
-        ranks.first_does(f"write {path}", put_buffers)
+        ranks.first_does(f"write {path}", put_kept)
         ranks.first_does(f"complete {path}", stack.close)
 
 

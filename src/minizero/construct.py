@@ -132,7 +132,8 @@ def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], group
         raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
     model = plans[0].module
     problem = check_state(model, stage)
-    buffers = [f"buffer {name!r}: {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
+    sent = {} if problem else dict(model.named_buffers())
+    buffers = [f"buffer {name!r}: {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in sent.items()]
     mine = [f"stage {stage}", f"problem: {problem}", *buffers] + [
         f"unit {plan.name!r}, {name!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
         + (f", computed in {dtypes[name].compute}, sent in {dtypes[name].wire}" if dtypes else "")

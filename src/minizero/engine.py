@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from minizero.accumulation import no_sync
-from minizero.checkpoint import load, save
+from minizero.checkpoint import exists, load, save
 from minizero.collectives import on_all_ranks
 from minizero.config import Config
 from minizero.facts import Facts
-from minizero.manifest import read_latest
 from minizero.optimizer import NonFiniteGradientError
 from minizero.precision import LossScaler
-from minizero.snapshot import Ranks
 from minizero.zero import Zero
 
 COUNTS = ("global_steps", "global_samples", "skipped_steps")
@@ -211,8 +208,7 @@ class Engine(Facts):
         if not load_module_strict or custom_load_fn is not None:
             raise ValueError("load_checkpoint() takes no load_module_strict=False and no custom_load_fn")
         with_optimizer = load_optimizer_states and not load_module_only
-        look = partial(read_latest, Path(load_dir))
-        if tag is None and not Ranks(self.zero).first_does(f"look for a checkpoint in {load_dir}", look):
+        if tag is None and not exists(Path(load_dir), self.zero):
             return None, None
         loaded = load(Path(load_dir), self.zero, self.optimizer if with_optimizer else None, tag=tag)
         if not load_module_only:

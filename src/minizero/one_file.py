@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from safetensors import safe_open
 from torch import Tensor
@@ -34,6 +34,21 @@ def read(path: str | Path) -> dict[str, Any]:
         state: dict[str, Any] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         texts = {key: text for key, text in (file.metadata() or {}).items() if key.endswith("_extra_state")}
         return state | {key: from_text(text) for key, text in texts.items()}
+
+
+class OneFile:
+    """A file of tensors to which each is written where it belongs, in any order and in parts, as `specs` says."""
+
+    def __init__(self, file: BinaryIO, specs: Mapping[str, Spec], texts: Mapping[str, str]) -> None:
+        self._file, self._specs = file, specs
+        head, self._places = tensor_header(specs, {"format": "pt"} | dict(texts))
+        file.write(head)
+
+    def put(self, name: str, values: Tensor, start: int = 0) -> None:
+        """Write the elements of `name` from `start` on, in its dtype."""
+        dtype, _ = self._specs[name]
+        self._file.seek(self._places[name] + start * dtype.itemsize)
+        self._file.writelines(pieces_of(values.to(dtype)))
 
 
 class Piece(NamedTuple):
@@ -66,17 +81,14 @@ def merge(folder: str | Path, path: str | Path, tag: str | None = None) -> Path:
     specs: dict[str, Spec] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in kept.items()}
     for saved in (p for flat in manifest.flats for p in flat.parameters):
         specs |= dict.fromkeys([saved.name, *saved.aliases], (dtype_of(saved.dtypes["master"]), saved.shape))
-    head, places = tensor_header(specs, {"format": "pt"} | texts)
     with durable(path) as file:
-        file.write(head)
+        out = OneFile(file, specs, texts)
         for name, tensor in kept.items():
-            file.seek(places[name])
-            file.writelines(pieces_of(tensor))
+            out.put(name, tensor)
         for number in range(manifest.world):
             for piece, at, values in parts_of(folder / file_of(number), pieces(manifest, number)):
                 for name in piece.names:
-                    file.seek(places[name] + (piece.start + at) * values.itemsize)
-                    file.writelines(pieces_of(values))
+                    out.put(name, values, piece.start + at)
     return folder
 
 
@@ -122,7 +134,7 @@ def parts_of(path: Path, wanted: Iterator[Piece]) -> Iterator[tuple[Piece, int, 
                 raise ValueError(f"{piece.key!r} is {there.get_dtype()} {there.get_shape()}")
             step = CHUNK // dtype.itemsize
             for at in range(0, piece.numel, step):
-                yield piece, at, there[at : at + step]
+                yield piece, at, there[at : min(at + step, piece.numel)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

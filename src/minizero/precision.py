@@ -69,7 +69,8 @@ class Precision:
                 raise ValueError(f"keep_fp32 holds one of {names}, which are one parameter: keep both or none")
             own = Dtypes(parameter.dtype, parameter.dtype)
             low = Dtypes(self.dtype, self.reduce_dtype or self.dtype)
-            chosen[holders[0].full_name] = own if stays == {True} or not parameter.is_floating_point() else low
+            is_number = parameter.is_floating_point() and parameter.itemsize > 1  # fp8 means nothing without its scale
+            chosen[holders[0].full_name] = low if is_number and stays != {True} else own
         return chosen
 
     def attach(self, model: nn.Module) -> Iterator[RemovableHandle]:

@@ -224,8 +224,13 @@ def _check_tensors(model: nn.Module) -> None:
                 f"{name!r} is {tensor.dtype}, which a checkpoint cannot hold: use another dtype, or "
                 "(torch.view_as_real) a real tensor; a buffer can be registered with persistent=False"
             )
+    lying_at = defaultdict(list)
+    for name, parameter in parameters.items():
+        if not parameter.is_meta and parameter.numel():
+            lying_at[parameter.untyped_storage().data_ptr()].append((name, parameter))
     for name, buffer in buffers.items():
-        for other, parameter in parameters.items():
+        there = lying_at.get(buffer.untyped_storage().data_ptr(), ()) if not buffer.is_meta and buffer.numel() else ()
+        for other, parameter in there:
             if share_memory(buffer, parameter):
                 raise ValueError(
                     f"buffer {name!r} shares memory with parameter {other!r}, which moves when it is sharded: the "
@@ -234,11 +239,7 @@ def _check_tensors(model: nn.Module) -> None:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether an element of `a` lies where one of `b` does."""
-    if a.is_meta or b.is_meta or not a.numel() or not b.numel():
-        return False
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
+    """Whether an element of `a` lies where one of `b` does, in the same storage."""
     touched = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.bool)
 
     def bytes_of(t: Tensor) -> Tensor:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
 
 from minizero.collectives import launch_all_gather, on_all_ranks
 from minizero.construct import Dtypes, Plan, broadcast, materialise
 from minizero.gather import Gatherer, Unit
 from minizero.placeholder import ShardedParameter
-from minizero.sending import fill
+from minizero.sending import as_bytes, fill
 from minizero.sharding import FlatParameters
 from minizero.state import extra_states, persistent_buffers, plain_copy, tell_loaded
 
@@ -69,13 +70,24 @@ def is_rank_0(group: ProcessGroup | None, replicas: ProcessGroup | None) -> bool
 
 
 def from_rank_0(value: Any, group: ProcessGroup | None, replicas: ProcessGroup | None) -> Any:
-    """Rank 0's `value`, of any plain type, on all ranks."""
-    values = [value]
+    """Rank 0's `value`, with tensors in lists and dicts of it, on all ranks."""
+    # as bytes: torch's pickles know some dtypes only
+    values = [tree_map_only(Tensor, lambda t: _Packed(as_bytes(t), t.dtype, t.shape), value)]
     with on_all_ranks("send rank 0's values"):
         if replicas is not None:
             dist.broadcast_object_list(values, group=replicas, group_src=0)
         dist.broadcast_object_list(values, group=group, group_src=0)
-    return values[0]
+    return tree_map_only(_Packed, lambda p: p.values.view(p.dtype).view(p.shape), values[0], is_leaf=_is_packed)
+
+
+class _Packed(NamedTuple):
+    values: Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, _Packed)
 
 
 @torch.no_grad()
