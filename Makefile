@@ -1,15 +1,25 @@
 # Every target sets up .venv by itself; the second call installs nothing.
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -P -m pytest
 READY := $(VENV)/.package-installed
 NOTEBOOKS = $(wildcard book/*.ipynb)
 TWINS = $(wildcard text/*.md)
 EXECUTED := _executed
 SHELL_SCRIPTS = $(wildcard .ci/* docker/*.sh scripts/*.sh slurm/*)
 
+# Jupyter, matplotlib and DeepSpeed's compiler write into HOME; where that cannot be, a folder of ours serves
+ifneq ($(shell test -d "$$HOME" && test -w "$$HOME" && echo yes),yes)
+export HOME := $(CURDIR)/_build/home
+$(shell mkdir -p _build/home)
+endif
+
+# files of the book are UTF-8, whatever the terminal's locale says
+export PYTHONUTF8 := 1
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two cores, and the site is built from what the tests executed
-.PHONY: help setup book test test-code test-notebooks site lab sync twins push format lint exercises parity bench container strip clean distclean
+.PHONY: help setup book test test-code test-notebooks site lab sync twins push format lint exercises parity bench machines container strip clean distclean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 24
@@ -17,8 +27,16 @@ help:             ## this list
 $(VENV)/.requirements-installed: requirements.txt
 	bash scripts/venv.sh $(VENV)
 
+# PYTHON= asks for a version, and the environment has another: venv.sh makes it anew
+version = $(shell "$(1)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+ifneq ($(PYTHON),)
+ifneq ($(call version,$(PYTHON)),$(call version,$(BIN)/python))
+.PHONY: $(VENV)/.requirements-installed
+endif
+endif
+
 $(READY): pyproject.toml $(VENV)/.requirements-installed
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 setup: $(READY)   ## only what every target does first: .venv, requirements.txt, the package
@@ -29,15 +47,15 @@ book: $(READY)    ## execute the notebooks (through a cache) and build the site 
 test: test-code test-notebooks site  ## unit, rank and fault tests, every notebook, the site in a browser
 
 test-code: $(READY)
-	$(BIN)/pytest -m "not site"
+	$(PYTEST) -m "not site" $(TESTS)
 
 test-notebooks: $(READY)  # executed in a copy, which keeps the outputs for `make site`
 	$(BIN)/python scripts/book.py copy $(EXECUTED)
-	$(BIN)/pytest -W default --nbmake --overwrite $(EXECUTED)/book
+	$(PYTEST) -W default --nbmake --overwrite $(addprefix $(EXECUTED)/,$(NOTEBOOKS))
 
 site: $(READY)    # built from the notebooks that test-notebooks executed
 	$(BIN)/python scripts/book.py build --executed $(EXECUTED)
-	$(BIN)/pytest -m site
+	$(PYTEST) -m site
 
 lab: $(READY)     ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/book/00_ranks.ipynb
@@ -78,6 +96,9 @@ parity: $(READY)  ## compare with one process, DDP, FSDP2 and DeepSpeed on 2 and
 
 bench: $(READY)   ## step times beside FSDP2, DeepSpeed and no communication at all
 	$(BIN)/python scripts/bench.py
+
+machines: $(READY) ## the book as if on other machines (hours): MACHINES="--quick one-core", MACHINES=--list
+	$(BIN)/python scripts/personalities.py $(MACHINES)
 
 # the GPU image where there is an NVIDIA driver; it writes into this checkout, so under your ids, and root's become 1000
 PROFILE ?= $(if $(shell command -v nvidia-smi),cuda,cpu)

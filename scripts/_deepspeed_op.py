@@ -4,15 +4,28 @@ On a CPU that is an operator for shared memory: a minute of g++ or more, cached 
 """
 
 import contextlib
+import shlex
 import sys
+from pathlib import Path
 
 import torch
 from _launch import DEEPSPEED_SECONDS
 from _rank import run_rank
 
 
+def quote_library_path() -> None:
+    """Make the linker find torch under a path with spaces: PyTorch quotes all other paths of the command, not this one.
+
+    All ranks do it before they import DeepSpeed; a second call changes nothing.
+    """
+    from torch.utils import cpp_extension
+
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).parent / "lib"))
+
+
 def compile_operator(device: torch.device) -> None:
     """Joining DeepSpeed's process group is what starts the compiler."""
+    quote_library_path()
     with contextlib.redirect_stdout(sys.stderr):
         import deepspeed
 

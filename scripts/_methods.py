@@ -8,6 +8,7 @@ able to feel DeepSpeed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import shutil
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _deepspeed_op import quote_library_path
 from torch import Tensor, nn
 
 import minizero
@@ -38,7 +40,7 @@ class Method:
     for each of `parts` micro-batches, and clips to `max_norm`, if that is set, by the global norms that `norms` keeps.
     """
 
-    parts, max_norm = 1, 0.0
+    parts, max_norm, exact_norm = 1, 0.0, False
 
     def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float) -> None:
         self.network = self.distribute(model)
@@ -61,8 +63,11 @@ class Method:
         return float(loss.item())
 
     def clip(self) -> float:
-        """Scale the gradients to `max_norm`; returns their norm before."""
-        return float(nn.utils.clip_grad_norm_(self.network.parameters(), self.max_norm))
+        """Scale the gradients to `max_norm`; returns their norm before, added up in float64 if `exact_norm`."""
+        gradients = [parameter.grad for parameter in self.network.parameters()]
+        norm = nn.utils.get_total_norm([g.double() for g in gradients] if self.exact_norm else gradients)
+        nn.utils.clip_grads_with_norm_(self.network.parameters(), self.max_norm, norm)
+        return float(norm)
 
     def update(self) -> None:
         """Let the optimizer move the parameters, and forget the gradients."""
@@ -80,6 +85,29 @@ class Method:
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter whole, by the model's own name. A collective; only rank 0 may look at the answer."""
         return {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+
+
+class InBF16(Method):
+    """One process that computes in bf16, with fp32 masters: what the rows in bf16 are compared with, by hand."""
+
+    def distribute(self, model: GPT) -> nn.Module:
+        """The optimizer's model keeps fp32; a copy computes."""
+        self.copy = copy.deepcopy(model).to(torch.bfloat16)
+        return model
+
+    def backward_part(self, x: Tensor, y: Tensor) -> float:
+        """Round the masters, compute, add the gradients up in fp32."""
+        pairs = list(zip(self.network.parameters(), self.copy.parameters(), strict=True))
+        with torch.no_grad():
+            for master, rounded in pairs:
+                rounded.copy_(master)
+        loss = self.copy(x, y)
+        loss.backward()
+        for master, rounded in pairs:
+            share = rounded.grad.to(master.dtype) / self.parts
+            master.grad = share if master.grad is None else master.grad + share
+            rounded.grad = None
+        return float(loss.item())
 
 
 class DDP(Method):
@@ -131,6 +159,10 @@ class FSDP2InBF16(FSDP2):
         return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}
 
 
+class RefusedError(Exception):
+    """A method does not take this model, and says why."""
+
+
 class DeepSpeed(Method):
     """DeepSpeed ZeRO with configs/zero3.json, where only the stage and the batch size are replaced.
 
@@ -139,6 +171,10 @@ class DeepSpeed(Method):
     this model whole, and its persistence threshold would keep the small parameters on all ranks. Its replacement of
     torch.nn.functional.linear stays off: that would change the other methods in the same process as well. `keys` are
     added to the file's.
+
+    Raises RefusedError for a float64 model in stage 3 where DeepSpeed takes the device to support fp16. It hands the
+    model's dtype on as `dtype or torch.float16 if is_fp16_supported() else …`, which Python reads as
+    `(dtype or torch.float16) if …`: elsewhere float64 is not looked at, there it is none of the three dtypes it allows.
     """
 
     def __init__(
@@ -150,10 +186,17 @@ class DeepSpeed(Method):
         # a client optimizer: one named in the file would be DeepSpeed's own compiled Adam, and another algorithm
         optimizer = optimizer_class(model.parameters(), lr=lr)
         self.stage, self.norms = stage, []
+        quote_library_path()
         with contextlib.redirect_stdout(sys.stderr):  # it has news for the reader of a table
             import deepspeed
 
-            self.network, self.optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            try:
+                engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            except AssertionError as error:
+                if "Invalid data type torch.float64" not in str(error):
+                    raise
+                raise RefusedError(str(error)) from error
+        self.network, self.optimizer, _, _ = engine
 
     def backward_part(self, x: Tensor, y: Tensor) -> float:
         """The engine scales, reduces and shards in its own backward; its step counts the micro-batches."""
@@ -269,7 +312,7 @@ def builders(micro_batch: int) -> dict[str, Callable[[GPT, OptimizerClass, float
         *(f"{library}{stage}" for library in ("deepspeed", "minizero") for stage in (1, 2, 3)),
     ):
         named[f"{name}-acc4"] = partial(in_parts, named[name], 1 if name == "one" else 4)
-    named["fsdp2-bf16"] = FSDP2InBF16
+    named["one-bf16"], named["fsdp2-bf16"] = InBF16, FSDP2InBF16
     for stage in (1, 2, 3):
         bf16 = {"bf16": {"enabled": True}}
         named[f"deepspeed{stage}-bf16"] = partial(DeepSpeed, stage=stage, micro_batch=micro_batch, **bf16)

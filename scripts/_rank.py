@@ -30,7 +30,7 @@ def run_rank(work: Callable[[torch.device], None], timeout: float) -> None:
     try:
         device = init_distributed(timeout / 3)
         os.environ.setdefault("DS_ACCELERATOR", device.type)  # before anyone imports deepspeed
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         work(device)
         dist.barrier()
         dist.destroy_process_group()
@@ -68,7 +68,8 @@ def live_storages() -> dict[int, int]:
     gc.collect()
     with torch._C.DisableTorchFunctionSubclass():  # tensor subclasses answer for themselves, not for their storage
         tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-        tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+        grads = [Tensor.grad.__get__(tensor) for tensor in tensors if tensor.is_leaf]  # a sharded parameter says where
+        tensors += [grad for grad in grads if grad is not None]
         for tensor in tensors:
             # a DTensor is a wrapper without memory; its local tensor is in the list too
             if tensor.device.type != "meta" and not hasattr(tensor, "__tensor_flatten__"):

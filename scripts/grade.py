@@ -36,7 +36,7 @@ def role_of(cell: nbformat.NotebookNode) -> tuple[str, str]:
 def verdicts(cell: nbformat.NotebookNode) -> list[str]:
     """The lines of the cell's output that are verdicts, without the number of the rank that speaks."""
     texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
-    return re.findall(r"^(?:\[ *\d+\] )?([✓✗].*)$", "\n".join(texts), re.MULTILINE)
+    return re.findall(r"^(?:\[[\d,-]+\] +)?([✓✗].*)$", "\n".join(texts), re.MULTILINE)
 
 
 def grade(notebook: nbformat.NotebookNode, folder: Path) -> Iterator[tuple[str, str]]:

@@ -7,15 +7,18 @@
 All stages, and all numbers of ranks that divide the batch, see the same sequences in the same steps and give the same
 losses up to rounding. Rank 0 shows the progress and writes loss.csv and loss.svg into the output folder.
 
-With --config, the stage, the batch, accumulation, precision, clipping and offloading are those of a DeepSpeed file:
+With --config, the stage, the batch, accumulation, precision, clipping, offloading and, if it names them, the optimizer
+and the schedule are those of a DeepSpeed file:
 
     torchrun --nproc_per_node 4 scripts/train.py --config configs/article.json
 
 With --save, checkpoints are written in the background; the same command with --resume goes on from the last one,
-also with another number of ranks or in another stage:
+also with another number of ranks or in another stage, and along the schedule that the run began with:
 
     torchrun --nproc_per_node 4 scripts/train.py --save runs/checkpoints --every 20
     torchrun --nproc_per_node 2 scripts/train.py --save runs/checkpoints --every 20 --resume
+
+After a SIGTERM all ranks end after the same step, save, and exit with 0; after Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -46,14 +49,17 @@ from tqdm import tqdm
 import minizero
 from minizero import GPT, GPTConfig, checkpoint
 from minizero.checkpoint import AsyncSaver
-from minizero.config import load_config
+from minizero.config import load_config, load_for_engine
 from minizero.config_read import read_json
 from minizero.data import Batches, Corpus, decode, load_corpus
 from minizero.engine import Engine
-from minizero.manifest import read_latest
-from minizero.snapshot import Ranks
+from minizero.launch import LaunchError, find_place
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+try:
+    RANK, WORLD = find_place()[:2]
+except LaunchError as wrong:
+    sys.stderr.write(f"train.py: error: {wrong}\n")
+    sys.exit(2)
 HELD_OUT_BATCHES = 8  # the held-out loss is over at most so many global batches, the same ones before and after
 SAMPLE_BYTES, PROMPT_BYTES = 300, 48
 # after a signal: time to end the step and write the files, half of what torchrun gives before it kills
@@ -91,10 +97,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="the output layer shares the token embedding's weight")
     parser.add_argument("--batch", type=size, help="sequences per step, over all ranks; default 32, or what FILE says")
     parser.add_argument("--steps", type=size, default=200, help="default 200")
-    parser.add_argument("--lr", type=real, default=1.5e-3, help="highest learning rate, default 1.5e-3")
-    parser.add_argument("--warmup", type=int, default=10, help="steps until the learning rate is there, default 10")
+    parser.add_argument("--lr", type=real, help="highest learning rate, default 1.5e-3, or what FILE says")
+    parser.add_argument(
+        "--warmup", type=int, help="steps until the learning rate is there, default 10, or as FILE says"
+    )
     parser.add_argument("--clip", type=real, help="largest norm of the gradient, default 1.0")
-    parser.add_argument("--text", type=Path, help="a text file; default: Python's standard library")
+    parser.add_argument("--text", type=Path, help="a text file; default: minizero's corpus.txt")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order, default 0")
     parser.add_argument("--out", type=Path, help="output folder, default runs/stageN")
     add_files(parser)
@@ -105,6 +113,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         read_files(options)
+        options.horizon = options.steps  # of the learning rate; a run that is resumed keeps its own
         options.out = options.out or Path("runs", f"stage{options.stage}")
         options.config_of_model = GPTConfig(
             256, options.context, options.layers, options.width, options.heads, options.tied
@@ -113,6 +122,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             raise ValueError(
                 f"--batch must be a multiple of the number of ranks, got {options.batch} for {WORLD} ranks"
             )
+        options.lr = 1.5e-3 if options.lr is None else options.lr
+        options.warmup = 10 if options.warmup is None else options.warmup
         if options.warmup < 0:
             raise ValueError(f"--warmup must not be negative, got {options.warmup}")
         options.out.mkdir(parents=True, exist_ok=True)
@@ -137,16 +148,26 @@ def read_files(options: argparse.Namespace) -> None:
             micro = options.engine.get(name) or load_config(options.engine, WORLD)[0].batch(WORLD).micro
             options.engine.pop("gradient_accumulation_steps", None)
             options.engine |= {"train_batch_size": options.batch, name: micro}
-        config, _ = load_config(options.engine, WORLD)
+        config, _ = load_for_engine(options.engine, WORLD)
         options.batch, options.stage = config.batch(WORLD).train, config.zero_optimization.stage
-        if options.stage == 0:
-            raise ValueError(f"{options.config}: --config is for stages 1 to 3")
+        refuse_what_the_file_says(options)
+    options.own_schedule = options.engine is None or not any(
+        options.engine.get(block) for block in ("optimizer", "scheduler")
+    )
     options.stage = 3 if options.stage is None else options.stage
     options.batch, options.clip = options.batch or 32, options.clip or 1.0
     if (options.every or options.resume) and not options.save:
         raise ValueError("--every and --resume need --save FOLDER")
     if options.save and options.stage == 0:
         raise ValueError("--save is for stages 1 to 3: in stage 0 torch.save on one rank does it")
+
+
+def refuse_what_the_file_says(options: argparse.Namespace) -> None:
+    """An option that the file overrides would say one thing, and the run do another."""
+    for option, blocks in (("lr", ["optimizer"]), ("warmup", ["optimizer", "scheduler"])):
+        for block in blocks:
+            if getattr(options, option) is not None and options.engine.get(block) is not None:
+                raise ValueError(f'--{option} is in the file of --config, which has "{block}": change it there')
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
@@ -221,7 +242,7 @@ def engine_for(options: argparse.Namespace) -> Trainee:
     """The model and optimizer that --config makes of it; a step is as many backwards as the file says."""
     with torch.device("meta"):
         model = GPT(options.config_of_model)
-    given = None if "optimizer" in options.engine else partial(minizero.AdamW, lr=options.lr)
+    given = None if options.engine.get("optimizer") else partial(minizero.AdamW, lr=options.lr)
     engine, optimizer, _, _ = minizero.initialize(model=model, optimizer=given, config=options.engine)
 
     def update(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
@@ -289,6 +310,8 @@ class StopRequest:
         return self
 
     def __exit__(self, *failure: object) -> None:
+        if self.signal:
+            return  # it may come again, from Slurm and from torchrun: this process ends by itself
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
@@ -309,21 +332,27 @@ class Checkpoints:
     def __init__(self, trainee: Trainee, options: argparse.Namespace) -> None:
         self.trainee, self.options, self.saved = trainee, options, 0
         self.saver = AsyncSaver(options.save, options.keep) if options.save else None
-        self.run = {name: getattr(options, name) for name in ("batch", "context", "seed")}
-        self.run["text"] = options.corpus.fingerprint
+        names = ("batch", "context", "seed", *(("lr", "warmup") if options.own_schedule else ()))
+        self.run = {name: getattr(options, name) for name in names} | {"text": options.corpus.fingerprint}
 
     def resume(self) -> dict[str, list[float]]:
         """The losses so far: of each step, and on the held-out text. Raises ValueError for another run's checkpoint."""
         empty: dict[str, list[float]] = {"losses": [], "held_out": []}
         if not self.options.resume:
             return empty
-        if not Ranks(self.trainee.zero).first_does("look for a checkpoint", lambda: read_latest(self.options.save)):
+        if not checkpoint.exists(self.options.save, self.trainee.zero):
             say(f"no checkpoint in {self.options.save}: starting from the beginning")
             return empty
         loaded = checkpoint.load(self.options.save, self.trainee.zero, self.trainee.optimizer)
         for name, value in self.run.items():
-            if loaded.extra["run"][name] != value:
-                raise ValueError(f"{loaded.tag} is of a run with another {name}: its data would not go on from there")
+            if loaded.extra["run"].get(name, value) != value:
+                raise ValueError(f"{loaded.tag} is of a run with another {name}: this would not be the rest of it")
+        self.options.horizon = loaded.extra.get("horizon", self.options.steps)
+        if self.options.own_schedule and self.options.horizon != self.options.steps:
+            say(
+                f"the learning rate goes on along the schedule that the run began with, which ends at step "
+                f"{self.options.horizon}, not at --steps {self.options.steps}"
+            )
         if self.trainee.engine:
             self.trainee.engine.load_run_state(loaded.extra["engine"])
         self.saved = loaded.step
@@ -334,7 +363,7 @@ class Checkpoints:
         """After a step: begin to write a checkpoint if it is time, and wait for the end of it if that was the last."""
         step, every = len(losses["losses"]), self.options.every or math.inf
         if self.saver and (is_last or step % every == 0) and step > self.saved:
-            extra = {"run": self.run, "losses": losses}
+            extra = {"run": self.run, "losses": losses, "horizon": self.options.horizon}
             extra["engine"] = self.trainee.engine.run_state() if self.trainee.engine else None
             tag = f"step-{step:06}"
             self.saver.save(tag, self.trainee.zero, self.trainee.optimizer, step=step, extra=extra)
@@ -371,10 +400,10 @@ class Log:
 
 
 def learning_rate(step: int, options: argparse.Namespace) -> float:
-    """Rises over the warm-up, then falls along a cosine to a tenth."""
+    """Rises over the warm-up, then falls along a cosine to a tenth, at the step that the run began with as its last."""
     if step < options.warmup:
         return options.lr * (step + 1) / options.warmup
-    progress = (step - options.warmup) / max(1, options.steps - options.warmup)
+    progress = min(1.0, (step - options.warmup) / max(1, options.horizon - options.warmup))
     return options.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
@@ -387,25 +416,29 @@ def peak_mib(device: torch.device) -> float:
 
 
 def train(
-    trainee: Trainee, options: argparse.Namespace, device: torch.device, log: Log, after_step: Callable[[], None]
+    trainee: Trainee,
+    options: argparse.Namespace,
+    device: torch.device,
+    log: Log,
+    after_step: Callable[[], None],
+    stop: StopRequest,
 ) -> int:
     """All steps that are left, or fewer if a signal comes to any rank; returns the signal, or 0."""
-    with StopRequest() as stop:
-        for step in range(len(log.losses), options.steps):
-            start = time.perf_counter()
-            if "scheduler" not in (options.engine or {}):
-                for group in trainee.optimizer.param_groups:
-                    group["lr"] = learning_rate(step, options)
-            lr = trainee.optimizer.param_groups[0]["lr"]
-            x, y = (tokens.to(device) for tokens in options.training.at(step))  # (batch / world, context) each
-            loss, norm = trainee.update(x, y)
-            # the signal travels with the loss: it may have come to one rank only, and all must stop at the same step
-            mean_loss, stops = over_ranks([loss, float(stop.signal > 0)], device)
-            speed = options.batch * options.context / (time.perf_counter() - start)
-            log.add(mean_loss, norm, lr, speed, peak_mib(device))
-            after_step()
-            if stops:
-                return stop.signal or signal.SIGTERM
+    for step in range(len(log.losses), options.steps):
+        start = time.perf_counter()
+        if options.own_schedule:
+            for group in trainee.optimizer.param_groups:
+                group["lr"] = learning_rate(step, options)
+        lr = trainee.optimizer.param_groups[0]["lr"]
+        x, y = (tokens.to(device) for tokens in options.training.at(step))  # (batch / world, context) each
+        loss, norm = trainee.update(x, y)
+        # the signal travels with the loss: it may have come to one rank only, and all must stop at the same step
+        mean_loss, stops = over_ranks([loss, float(stop.signal > 0)], device)
+        speed = options.batch * options.context / (time.perf_counter() - start)
+        log.add(mean_loss, norm, lr, speed, peak_mib(device))
+        after_step()
+        if stops:
+            return stop.signal or signal.SIGTERM
     return 0
 
 
@@ -426,9 +459,14 @@ def draw(losses: list[float], held_out: list[float], options: argparse.Namespace
 
 def run(options: argparse.Namespace) -> int:
     """Everything between joining the group and leaving it; returns the exit code."""
+    with StopRequest() as stop:
+        return run_until(options, stop)
+
+
+def run_until(options: argparse.Namespace, stop: StopRequest) -> int:
+    """The same, with a signal in mind. A run that a SIGTERM ended, as Slurm sends it, has not failed: 0."""
     device = minizero.init_distributed(options.timeout)
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // find_place().local_world))
     check_same_text(options.corpus)
     trainee = distribute(options, device)
     parameters = sum(p.numel() for p in trainee.model.parameters())
@@ -439,7 +477,7 @@ def run(options: argparse.Namespace) -> int:
     held_out = losses["held_out"] = losses["held_out"] or [held_out_loss(trainee, options.held_out, device)]
     log = Log(options.out / "loss.csv", options.steps, losses["losses"])
     try:
-        stopped_by = train(trainee, options, device, log, lambda: checkpoints.save(losses))
+        stopped_by = train(trainee, options, device, log, lambda: checkpoints.save(losses), stop)
         checkpoints.save(losses, is_last=True)
     finally:
         log.close()
@@ -454,7 +492,7 @@ def run(options: argparse.Namespace) -> int:
     if RANK == 0:
         draw(log.losses, held_out, options, options.out / "loss.svg")
         print(f"wrote {options.out / 'loss.csv'} and {options.out / 'loss.svg'}")
-    return 128 + stopped_by if stopped_by else 0
+    return 128 + signal.SIGINT if stopped_by == signal.SIGINT else 0
 
 
 def main() -> NoReturn:

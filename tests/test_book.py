@@ -123,6 +123,12 @@ def test_a_notebook_is_committed_without_outputs_and_with_an_id_for_every_cell(f
     assert "widgets" not in raw["metadata"]
 
 
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_title_begins_with_the_number_of_its_file(file: Path) -> None:
+    titles = [cell.source for cell in nbformat.read(file, as_version=4).cells if cell.source.startswith("# ")]
+    assert [title[:7] for title in titles if title[2:7] != f"{file.stem[:2]} · "] == []
+
+
 def test_every_label_is_given_once() -> None:
     texts = [file.read_text() for file in sorted((ROOT / "book").glob("*.*")) if file.suffix in (".ipynb", ".md")]
     labels = [label for text in texts for label in re.findall(r":label: ([\w-]+)", text)]

@@ -1,7 +1,6 @@
 """Text and batches: what ranks share, and what they must not."""
 
-import sys
-import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minizero.data import Batches, decode, encode, load_corpus, standard_library
+from minizero.data import CORPUS, Batches, decode, encode, load_corpus
 
 sizes = st.integers(1, 5)
 
@@ -116,39 +115,26 @@ def test_bad_arguments_are_refused_by_name(arguments: dict[str, object], message
         ranks_of(20, 2, 1, 1)[0].at(-1)
 
 
-def test_standard_library_is_megabytes_of_python_in_a_fixed_order() -> None:
-    text = standard_library()
-    assert len(text) > 5_000_000
-    root = Path(sysconfig.get_path("stdlib"))
-    places = [text.index((root / name).read_bytes()) for name in ("abc.py", "json/decoder.py", "unittest/case.py")]
-    assert places == sorted(places)
-    for skipped in (torch.__file__, pytest.__file__):
-        assert Path(skipped).read_bytes() not in text
-    assert standard_library() == text
-
-
-def test_standard_library_skips_tests_and_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, skipped = (
-        ("b.py", "a/c.py", "a.py", "test_x.py"),
-        ("a/x.txt", "a/tests/t.py", "test/t.py", "site-packages/s.py"),
-    )
-    for name in kept + skipped:
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_text(name)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path) if name == "stdlib" else None)
-    assert standard_library() == b"a.py\na/c.py\nb.py\ntest_x.py"
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
-    with pytest.raises(FileNotFoundError, match=r"no Python source under .*nowhere: give a text file"):
-        standard_library()
-
-
-def test_corpus_of_the_standard_library() -> None:
-    corpus = load_corpus(context=64, held_out=0.25)
-    text = standard_library()
-    assert sys.version.split()[0] in corpus.name
+def test_the_text_of_the_package_is_the_same_on_every_machine() -> None:
+    """Figures in README and chapters are of this text and of this cut; whoever changes it measures them again."""
+    corpus = load_corpus(context=64)
+    assert corpus.name == "corpus.txt"
     assert corpus.training.dtype == corpus.held_out.dtype == torch.uint8
-    assert bytes(torch.cat([corpus.training, corpus.held_out]).numpy()) == text
-    assert len(corpus.held_out) == len(text) // 4
+    assert (len(corpus.training), len(corpus.held_out)) == (505_476, 56_164)
+    assert corpus.fingerprint == "169754a7ccf24322912306604a8d03bebba92110f2cc6f183f11a56d572d17cf"
+    text = bytes(torch.cat([corpus.training, corpus.held_out]).numpy())
+    assert text == CORPUS.read_bytes()
+    assert text.isascii()  # so that a sample cut anywhere is text
+    licence = CORPUS.with_name("corpus.LICENSE").read_text()
+    modules = licence[licence.index("    calendar.py") : licence.index("Copyright (c)")].replace("\n", " ").split(", ")
+    assert len(modules) == 23
+
+
+def test_what_is_not_python_comes_with_the_installed_package() -> None:
+    package = CORPUS.parent
+    files = {path.name for path in package.iterdir() if path.is_file() and path.suffix != ".py"}
+    project = tomllib.loads((package.parents[1] / "pyproject.toml").read_text())
+    assert set(project["tool"]["setuptools"]["package-data"]["minizero"]) == files
 
 
 def test_held_out_windows_share_nothing_with_training_windows(tmp_path: Path) -> None:

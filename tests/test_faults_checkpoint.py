@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,9 +33,10 @@ from _rank import live_storages
 from harness import RankFailure, run_ranks
 from test_checkpoint import Everything, assert_same, everything_of, start, train
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import minizero
-from minizero import checkpoint, files, manifest
+from minizero import checkpoint, files, manifest, one_file
 from minizero.data import Batches
 from minizero.manifest import CheckpointError
 from minizero.precision import LossScaler
@@ -579,3 +586,413 @@ def soak(stage: int, folder: Path) -> None:
 def test_f29_a_hundred_steps_with_evaluation_saves_and_loads_leave_nothing_behind(stage: int, tmp_path: Path) -> None:
     run_ranks(2, soak, stage, tmp_path, timeout=120)
     assert len(list(tmp_path.iterdir())) == 4
+
+
+# ---- F85: extra states, and state-dict hooks of modules
+
+
+class Scaled(nn.Linear):
+    """A layer with values that are neither parameters nor buffers."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(3, 3)
+        self.value, self.loads = value, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value, self.loads = state, self.loads + 1
+
+
+def some_value(start: float) -> Any:
+    return {
+        "scale": start,
+        "seen": [1, (2, None, True)],
+        3: "three",
+        "amax": torch.tensor([start, math.inf]).to(torch.float8_e5m2),
+        "pickled": BytesIO(b"\x80\0" + bytes([int(start)])),
+        "raw": b"\xff",
+    }
+
+
+def text_of(value: Any) -> str:
+    return files.to_text(value, "x")
+
+
+def scaled(start: float) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([Scaled(start), Scaled(torch.tensor([start, 2.0])), Scaled(some_value(start))])
+    return nn.ModuleDict({"blocks": blocks, "again": blocks[2]})
+
+
+EXTRAS = ["blocks.0._extra_state", "blocks.1._extra_state", "blocks.2._extra_state", "again._extra_state"]
+
+
+def values_of(model: nn.Module) -> list[str]:
+    return [text_of(block.value) for block in model["blocks"]]
+
+
+def save_extras(stage: int, folder: Path) -> None:
+    rank = dist.get_rank()
+    model = scaled(1.0 + 10 * rank)
+    zero = minizero.Zero(model, stage=stage)
+    assert values_of(model) == values_of(scaled(1.0))  # rank 0's, as of parameters and buffers
+    for block, other in zip(model["blocks"], scaled(7.0 + rank)["blocks"], strict=True):
+        block.value = other.value
+    state, wanted = zero.full_state(), scaled(7.0)
+    if rank == 0:
+        assert state.keys() == wanted.state_dict().keys()
+        fresh = scaled(0.0)
+        fresh.load_state_dict(state, strict=True)
+        assert values_of(fresh) == values_of(wanted)
+        state[EXTRAS[2]]["seen"].append("not the model's")
+    assert values_of(model) == values_of(scaled(7.0 + rank))
+    checkpoint.save(folder, "seven", zero, step=1)
+    checkpoint.export(folder / "whole", zero)
+    with checkpoint.AsyncSaver(folder) as saver:
+        saver.save("background", zero, step=2)
+        model["blocks"][2].value["seen"].clear()
+    # what a plain model has goes in, and what does not fit is refused before anything changes
+    zero.load_full_state(scaled(3.0).state_dict())
+    assert values_of(model) == values_of(scaled(3.0))
+    other = scaled(4.0).state_dict()
+    for changes, message in (({EXTRAS[0]: object()}, "of type object"), ({"x._extra_state": 1}, "not in the model")):
+        with pytest.raises(ValueError, match=message):
+            zero.load_full_state(other | changes)
+    del other[EXTRAS[1]]
+    with pytest.raises(ValueError, match=f"key '{EXTRAS[1]}' is missing"):
+        zero.load_full_state(other)
+    assert values_of(model) == values_of(scaled(3.0))
+
+
+def load_extras(stage: int, folder: Path) -> None:
+    model = scaled(0.0)
+    zero = minizero.Zero(model, stage=stage)
+    mine = 7.0 + (dist.get_rank() if dist.get_world_size() == 2 else 0)
+    for tag in ("seven", "background"):
+        checkpoint.load(folder, zero, tag=tag)
+        assert values_of(model) == values_of(scaled(mine))
+    zero.load_full_state(one_file.read(folder / "whole"))
+    assert values_of(model) == values_of(scaled(7.0))
+    for index in (0, 1, 2):
+        model["blocks"][index].value = None
+    other = minizero.Zero(scaled(0.0)["blocks"][0])
+    with pytest.raises(CheckpointError, match="is not in the"):
+        checkpoint.load(folder, other)
+
+
+@STAGES
+def test_F85_extra_states_are_saved_loaded_and_exported(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, save_extras, stage, tmp_path)
+    for world in (2, 3 if stage == 3 else 1):
+        run_ranks(world, load_extras, stage % 3 + 1, tmp_path)
+    one_file.merge(tmp_path, tmp_path / "merged", "seven")
+    for name in ("whole", "merged"):
+        fresh = scaled(0.0)
+        fresh.load_state_dict(one_file.read(tmp_path / name), strict=True)
+        assert values_of(fresh) == values_of(scaled(7.0))
+        assert torch.equal(safetensors.torch.load_file(tmp_path / name)[EXTRAS[1]], torch.tensor([7.0, 2.0]))
+
+
+class Renames(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "kernel"] = destination.pop(prefix + "weight")
+
+
+class Doubles(nn.Linear):
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] * 2
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class ReadsWeights(Scaled):
+    def get_extra_state(self) -> Any:
+        return self.weight.norm()
+
+
+class OnlyGets(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return 1
+
+
+class Filters(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state.pop(kwargs.get("prefix", "") + "bias")
+        return state
+
+
+def hooked(register: str, hook: Any) -> nn.Module:
+    module = nn.Linear(3, 3)
+    getattr(module, register)(hook)
+    return module
+
+
+def adds_a_key(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    state[prefix + "version"] = torch.ones(1)
+
+
+def copies_values(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    state[prefix + "weight"] = state[prefix + "weight"].half()
+
+
+def on_instance(module: nn.Module) -> nn.Module:
+    module.state_dict = lambda *args, **kwargs: {}  # type: ignore[method-assign]
+    return module
+
+
+def recomputes(module: nn.Module, keys: Any) -> None:
+    module.norm = module.weight.norm()
+
+
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    r"extra state of 'layer'.* is of type object": lambda: Scaled(object()),
+    r"extra state of 'layer'/a/0 is of type set": lambda: Scaled({"a": [{1}]}),
+    r"extra state of 'layer' is a tensor \(torch.complex128": lambda: Scaled(torch.ones(1, dtype=torch.complex128)),
+    r"'layer.weight' is sharded.*used by 'norm'.*\(ReadsWeights\)": lambda: ReadsWeights(0),
+    r"'layer' has get_extra_state without the other": lambda: OnlyGets(3, 3),
+    r"'layer.kernel' is in the state dict, not.*'layer' \(Renames\)": lambda: Renames(3, 3),
+    r"'layer.bias' is in the model, not.*\(Filters\)": lambda: Filters(3, 3),
+    r"values of 'layer.weight' were used by 'mul'.*\(Doubles\)": lambda: Doubles(3, 3),
+    r"'layer.version' is in the state dict": lambda: hooked("register_state_dict_post_hook", adds_a_key),
+    r"'layer.weight'.*half": lambda: hooked("_register_state_dict_hook", copies_values),
+    r"'layer.bias' is in the model": lambda: on_instance(nn.Linear(3, 3)),
+    r"'layer.weight'.*norm": lambda: hooked("register_load_state_dict_post_hook", recomputes),
+}
+
+
+def refuse_hooks(stage: int) -> None:
+    for message, build in REFUSED.items():
+        model = nn.ModuleDict({"layer": build()})
+        before = list(model.named_parameters())
+        with pytest.raises(TypeError, match=f"(?s){message}"):
+            minizero.Zero(model, stage=stage)
+        assert all(p is q for (_, p), (_, q) in zip(model.named_parameters(), before, strict=True))
+    odd_one = nn.ModuleDict({"layer": Scaled(object() if dist.get_rank() else 1)})
+    with pytest.raises(ValueError, match="rank 1 has problem: the extra state of 'layer' is of type object"):
+        minizero.Zero(odd_one, stage=stage)
+
+
+def test_F85_what_a_full_state_could_not_carry_is_refused_by_name_before_anything_changes() -> None:
+    run_ranks(2, refuse_hooks, 3)
+
+
+class Cached(nn.Linear):
+    """Loading resets a cache, old checkpoints had another name, a hook sees each load and each save."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.seen: list[str] = []
+        self._register_load_state_dict_pre_hook(self._old_name)
+        self.register_load_state_dict_post_hook(lambda module, keys: module.seen.append("loaded"))
+        self.register_state_dict_pre_hook(lambda module, prefix, keep_vars: module.seen.append("saved"))
+
+    def _old_name(self, state: Any, prefix: str, *args: Any) -> None:
+        if prefix + "kernel" in state:
+            state[prefix + "weight"] = state.pop(prefix + "kernel")
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.cache = None
+
+
+def harmless() -> nn.Module:
+    """What torch itself hooks in, besides."""
+    torch.manual_seed(0)
+    modules = [Cached(), nn.BatchNorm1d(3), nn.utils.spectral_norm(nn.Linear(3, 3))]
+    modules += [nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), checkpoint_wrapper(nn.Linear(3, 3))]
+    return nn.Sequential(*modules)
+
+
+def keep_hooks(stage: int, folder: Path) -> None:
+    model, plain = harmless(), harmless()
+    zero = minizero.Zero(model, units=list(model), stage=stage)
+    torch.manual_seed(5)
+    model(torch.randn(4, 3)).sum().backward()
+    zero.zero_grad()
+    cached = model[0]
+    for load in ("full state", "checkpoint"):
+        if load == "checkpoint":
+            checkpoint.save(folder, "x", zero, step=1)
+        cached.cache, cached.seen = "stale", []
+        if load == "full state":
+            zero.load_full_state(plain.state_dict())
+        else:
+            checkpoint.load(folder, zero)
+        assert cached.cache is None
+        assert cached.seen[-1] == "loaded"
+    state = zero.full_state()
+    if dist.get_rank() == 0:
+        assert_same(state, dict(plain.state_dict()))
+        harmless().load_state_dict(state, strict=True)
+
+
+@STAGES
+def test_F85_hooks_that_leave_names_and_values_alone_are_called(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, keep_hooks, stage, tmp_path)
+
+
+# ---- F95: each rank asks its own file system
+
+
+def blind(method: str) -> Callable[..., Any]:
+    """On rank 1 no file is ever there, as on a network file system that has not heard of it yet."""
+
+    def not_there(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if method in ("exists", "is_file", "is_dir", "is_symlink"):
+            return False
+        raise FileNotFoundError(2, "No such file", str(self))
+
+    return not_there
+
+
+def one_rank_sees_nothing(folder: Path) -> None:
+    rank = dist.get_rank()
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    engine, *_ = minizero.initialize(model=nn.Linear(3, 3), optimizer=partial(torch.optim.SGD, lr=0.1), config=config)
+    assert engine.load_checkpoint(folder) == (None, None)  # nothing yet, for all
+    engine.save_checkpoint(folder, "one")
+    mine = folder if rank == 0 else folder / "elsewhere"
+    for where, sees in ((folder, True), (mine, False)):
+        begun = time.monotonic()
+        if sees:
+            with pytest.MonkeyPatch.context() as patch:
+                for method in ("exists", "is_file", "is_dir", "is_symlink") if rank else ():
+                    patch.setattr(Path, method, blind(method))
+                path, _ = engine.load_checkpoint(where)
+                assert path == str(folder / "one")
+        else:
+            with pytest.raises(CheckpointError, match=r"rank 1: .*elsewhere/one"):
+                engine.load_checkpoint(where)
+            with pytest.raises(CheckpointError, match=r"rank 1: .*elsewhere"):
+                engine.save_checkpoint(where, "two")
+            with pytest.raises(CheckpointError, match=r"rank 1: .*elsewhere/one"):
+                checkpoint.load(where, engine.zero)
+        assert time.monotonic() - begun < 10
+    if rank:  # the folder of rank 1 is another one, with what a killed save has left
+        (mine / "three.partial").mkdir(parents=True)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"rank 0: .*three.partial/rank-00001"):
+        engine.save_checkpoint(mine, "three")
+    # rank 0 sees no `latest`: then there is none for anybody
+    assert engine.load_checkpoint(folder if rank else folder / "elsewhere2") == (None, None)
+    assert (folder / "latest").read_text() == "one\n"
+
+
+def test_F95_rank_0_says_which_files_are_there(tmp_path: Path) -> None:
+    run_ranks(2, one_rank_sees_nothing, tmp_path / "shared", group_timeout=20)
+
+
+# ---- F102: one file from a sharded checkpoint, without its model
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
+        self.blocks = nn.ModuleList([Scaled(2.0), nn.BatchNorm1d(3)])
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Parameter(torch.arange(5).to(torch.uint16), requires_grad=False)
+
+
+def save_tied(stage: int, folder: Path) -> str:
+    torch.manual_seed(1)
+    model = Tied()
+    zero = minizero.Zero(model, units=[model.embedding, *model.blocks], stage=stage)
+    for tag, value in (("first", 1.0), ("second", 2.0)):
+        model.blocks[0].value = value
+        checkpoint.save(folder, tag, zero, zero.optimizer(minizero.AdamW), step=1)
+    return text_of(dict(sorted(zero.full_state().items())))  # the pipe to the test does not know every dtype
+
+
+def in_shell(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "minizero.checkpoint", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (3, 3)])
+def test_F102_one_file_without_the_model(
+    world: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = run_ranks(world, save_tied, stage, tmp_path / "saved")[0]
+    out = tmp_path / "one.safetensors"
+    monkeypatch.setattr(one_file, "CHUNK", 16)
+    largest, plain = [], one_file.parts_of
+    monkeypatch.setattr(one_file, "parts_of", lambda *a: (largest.append(p[2].nbytes) or p for p in plain(*a)))
+    monkeypatch.setattr(one_file, "durable", lambda path: files.durable(path))
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd, fsync=os.fsync: (synced.append(fd), fsync(fd)))
+    assert one_file.merge(tmp_path / "saved", out) == tmp_path / "saved" / "second"
+    assert len(largest) > 10  # in many pieces
+    assert max(largest) <= 16  # each of them small: never a tensor, let alone the model
+    assert len(synced) == 2  # the file, and its name in the folder
+    found = one_file.read(out)
+    assert text_of(dict(sorted(found.items()))) == wanted
+    model = Tied()
+    model.load_state_dict(found, strict=True)
+    assert torch.equal(found["head.weight"], found["embedding.weight"])
+    tensors = safetensors.torch.load_file(out)
+    assert tensors.keys() == found.keys() - {"blocks.0._extra_state"}
+    for folder, arguments in ((tmp_path / "saved", ["--tag", "first"]), (tmp_path / "saved/first", [])):
+        done = in_shell(folder, tmp_path / "first.safetensors", *arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "first -> " in done.stdout
+        assert one_file.read(tmp_path / "first.safetensors")["blocks.0._extra_state"] == 1.0
+        (tmp_path / "first.safetensors").unlink()
+
+
+def test_F102_what_cannot_become_one_file_is_said_in_one_line_and_nothing_is_written(tmp_path: Path) -> None:
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    run_ranks(2, save_tied, 3, saved)
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(saved, tmp_path / "cut")
+    (tmp_path / "cut/second/rank-00001.safetensors").unlink()
+    shutil.copytree(saved, tmp_path / "bad")
+    damaged = bytearray((tmp_path / "bad/second/rank-00001.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "bad/second/rank-00001.safetensors").write_bytes(damaged)
+    (tmp_path / "there").write_text("old")
+    cases: list[tuple[list[Any], str]] = [
+        ([tmp_path / "none", out], "there is no folder .*none"),
+        ([tmp_path / "empty", out], "no file named latest, and no manifest.json"),
+        ([saved, out, "--tag", "third"], r"no checkpoint 'third' in .*latest has \['second', 'first'\]"),
+        ([saved, out, "--tag", "../x"], "tag '../x' must be"),
+        ([tmp_path / "cut", out], "No such file.*rank-00001"),
+        ([tmp_path / "bad", out], "rank-00001.safetensors is damaged"),
+        ([saved, tmp_path / "there"], "there is there already"),
+        ([saved, tmp_path / "nowhere/out"], "there is no folder .*nowhere"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(SystemExit) as exit_, pytest.MonkeyPatch.context() as patch:
+            said: list[str] = []
+            patch.setattr(sys.stderr, "write", said.append)
+            one_file.main([str(argument) for argument in arguments])
+        assert exit_.value.code == 1
+        assert re.fullmatch(f"could not write .*: .*{message}.*\n", "".join(said)), said
+    assert (tmp_path / "there").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad", "cut", "empty", "saved", "there"]
+
+
+def test_F102_a_manifest_from_before_aliases_is_read(tmp_path: Path) -> None:
+    run_ranks(2, save_tied, 3, tmp_path / "saved")
+    path = tmp_path / "saved/second/manifest.json"
+    content = json.loads(path.read_text())
+    parameters = [p for flat in content["flats"] for p in flat["parameters"]]
+    assert [p["aliases"] for p in parameters if p["name"] == "embedding.weight"] == [["head.weight"]]
+    for parameter in parameters:
+        del parameter["aliases"]
+    path.write_text(json.dumps(content))
+    one_file.merge(tmp_path / "saved", tmp_path / "out")
+    assert "head.weight" not in one_file.read(tmp_path / "out")
+    run_ranks(1, load_tied, tmp_path / "saved")
+
+
+def load_tied(folder: Path) -> None:
+    zero = minizero.Zero(Tied(), stage=1)
+    checkpoint.load(folder, zero)
+    assert zero.full_state()["blocks.0._extra_state"] == 2.0

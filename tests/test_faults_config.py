@@ -1,4 +1,4 @@
-"""FAULTS.md F50 to F52: keys that are unknown, twice there, of the wrong type or refused; batch sizes; "auto"."""
+"""FAULTS.md F50 to F52, F90, F93: keys that are unknown, twice there, wrong, refused or ignored; sizes; "auto"."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minizero import config
 from minizero.config import Batch, load_config
 from minizero.config_keys import KEYS
 from minizero.config_read import ConfigError
@@ -49,11 +51,14 @@ def test_f50_an_unknown_key_is_an_error_with_the_nearest_known_name(path: str, m
     assert complaint(nest(path, {})) == f"config: {path}: unknown key; did you mean {meant}?"
 
 
-def test_f50_the_old_name_of_bf16_is_not_ignored() -> None:
-    assert "bfloat16: {} is not supported: the block's name is bf16" in complaint(SIZE | {"bfloat16": {}})
+def test_f50_the_old_name_of_bf16_is_read_unless_the_new_one_is_there_too() -> None:
+    old = {"bfloat16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    assert load_config(SIZE | old, 2)[0].bf16.enabled
+    said = "bfloat16: {} is not supported: the old name of bf16, which is there, too"
+    assert said in complaint(SIZE | {"bfloat16": {}, "bf16": {}})
 
 
-REFUSED = [path for path, key in KEYS.items() if key.fate == "refused" and key.kind != "block"]
+REFUSED = [path for path, key in KEYS.items() if key.fate == "refused" and key.kind != "block" and path != "bfloat16"]
 
 
 @pytest.mark.parametrize("path", REFUSED)
@@ -88,19 +93,19 @@ def test_f50_numbers_such_as_5e8_are_whole_numbers() -> None:
     assert type(loaded.fp16.loss_scale_window) is int
 
 
-KINDS_OF_NUMBERS = [path for path, key in KEYS.items() if key.kind in ("count", "size") and key.fate != "refused"]
+KINDS_OF_NUMBERS = [path for path, key in KEYS.items() if key.kind in ("count", "size") and key.fate == "used"]
 
 
 @pytest.mark.parametrize("wrong", ["5e8", 5e8 + 0.5, -1, True, math.inf, [1]], ids=repr)
 def test_f50_every_size_refuses_text_fractions_negatives_and_booleans_by_its_path(wrong: Any) -> None:
-    assert len(KINDS_OF_NUMBERS) > 20
+    assert len(KINDS_OF_NUMBERS) >= 8
     for path in KINDS_OF_NUMBERS:
         assert complaint(nest(path, wrong)).startswith(f"config: {path}: must be ")
 
 
 @pytest.mark.parametrize("wrong", ["true", 1, 0.0, {}], ids=repr)
 def test_f50_every_switch_takes_true_and_false_only(wrong: Any) -> None:
-    for path in [path for path, key in KEYS.items() if key.kind == "flag" and key.fate != "refused"]:
+    for path in [path for path, key in KEYS.items() if key.kind == "flag" and key.fate == "used"]:
         assert f"config: {path}: must be a valid boolean" in complaint(nest(path, wrong))
 
 
@@ -197,3 +202,99 @@ def test_f52_fp16_and_bf16_together_are_an_error_and_one_of_them_off_is_not() ->
 def test_f52_fields_of_the_loss_scale_have_no_place_under_bf16(name: str) -> None:
     found = complaint(SIZE | {"bf16": {"enabled": True, name: 0}})
     assert found == f"config: bf16.{name}: unknown key; did you mean fp16.{name}?"
+
+
+# ---- F90, F93
+
+
+def test_F93_the_value_of_a_key_that_is_ignored_never_matters() -> None:
+    ignored = [path for path, key in KEYS.items() if key.fate == "ignored"]
+    assert len(ignored) > 60
+    for path in ignored:
+        for value in (math.inf, math.nan, "text", -1, [1], {"deeper": {"still": None}}, "auto", True):
+            content = nest(path, value)
+            if "optimizer" in content:
+                content["optimizer"]["type"] = "AdamW"
+            _, named = load_config(content, 2)
+            assert any(path == name or path.startswith(f"{name}.") for name in named), path
+    load_config(SIZE | {"flops_profiler": {"a key of tomorrow": 1}}, 2)
+    assert "checkpoint: 3 is not supported" in complaint(SIZE | {"checkpoint": 3})  # keys inside of it do matter
+    assert complaint(SIZE | {"checkpoint": {"unknown": 1}}).startswith("config: checkpoint.unknown: unknown key")
+
+
+def test_F93_comments_are_no_keys_wherever_they_stand() -> None:
+    notes = {"_comment": ["why"], "$schema": "https://example.org", "#": None, "// lr": 1}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1, **notes}, **notes}
+    content = SIZE | notes | {"optimizer": optimizer, "zero_optimization": {"stage": 2, **notes}}
+    loaded, ignored = load_config(content, 2)
+    assert ignored == ()
+    assert loaded.optimizer is not None
+    assert loaded.optimizer.params == {"lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"train_batch_size": 8, "zero_optimization": 3}', "zero_optimization: must be a block, {...}, got 3"),
+        ('{"train_batch_size": 8, "zero_optimization": true}', "zero_optimization: must be a block, {...}, got true"),
+        ('{"train_batch_size": 8, "zero_optimization": {"stage": [3]}}', "stage: must be a number, got [3]"),
+        ('{"train_batch_size": 8, "zero_optimization": {"stage": {}}}', "zero_optimization.stage: must be a number"),
+        ('{"train_batch_size": 8, "zero_optimization": null}', "zero_optimization.stage 0 is minizero.Replicated"),
+        ('{"train_batch_size": 8}', "zero_optimization.stage 0 is minizero.Replicated"),
+        ('{"train_batch_size": 1e999, "bf16": 1}', "train_batch_size: must be a number, got Infinity"),
+        ('{"train_batch_size": 1' + 400 * "0" + "}", "train_batch_size: must be a number"),
+        (100_000 * "[", "not JSON"),
+        ("[1]", "must hold one object"),
+        ("", "not JSON"),
+        ("\x00\xff", "not JSON"),
+        (None, "No such file"),
+        ("a folder", "Is a directory"),
+    ],
+)
+def test_F93_whatever_a_file_holds_the_explanation_ends_in_words(
+    text: str | None, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds_config.json"
+    if text == "a folder":
+        file.mkdir()
+    elif text is not None:
+        file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SystemExit) as end:
+        config.main([str(file)])
+    assert end.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("block", "named"),
+    [
+        ({"type": "ReduceLROnPlateau"}, "scheduler.type: ReduceLROnPlateau needs metrics at each step: make it in the"),
+        ({"type": "StepLR"}, "scheduler.params: StepLR needs step_size"),
+        ({"type": "LambdaLR", "params": {"lr_lambda": "x"}}, "scheduler: LambdaLR cannot be stepped: TypeError"),
+        ({"type": "ChainedScheduler", "params": {"schedulers": []}}, "scheduler"),
+        ({"type": "LRScheduler"}, "scheduler: LRScheduler cannot be stepped: NotImplementedError"),
+        ({"type": "StepLR", "params": {"step_size": "3"}}, "scheduler: StepLR cannot be stepped: TypeError"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "scheduler: WarmupLR cannot be stepped: ValueError"),
+    ],
+)
+def test_F90_a_schedule_that_no_engine_could_step_is_refused_when_the_file_is_read(
+    block: dict[str, Any], named: str
+) -> None:
+    assert named in complaint(SIZE | {"scheduler": block})
+
+
+def said(content: dict[str, Any]) -> str:
+    try:
+        load_config(content, 2)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_F90_every_schedule_of_torch_is_stepped_or_refused_and_so_is_an_optimizer() -> None:
+    schedulers = [name for name in vars(torch.optim.lr_scheduler) if name.endswith(("LR", "Restarts", "Scheduler"))]
+    taken = [name for name in schedulers if "scheduler" not in said(SIZE | {"scheduler": {"type": name}})]
+    assert {"ConstantLR", "LinearLR", "PolynomialLR"} <= set(taken)
+    load_config(SIZE | {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [0.1, 0.2]}}}, 2)
+    negative = {"optimizer": {"type": "AdamW", "params": {"lr": -1}}}
+    assert "optimizer: AdamW cannot be stepped: ValueError: lr is out of range" in complaint(SIZE | negative)

@@ -6,19 +6,23 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import preload, run_ranks
 from reference import Pair, check_values, in_double, random_batches, train_like_one_process
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import minizero
+from minizero.blank import is_blank, make_blank
 
+preload("peft")
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
@@ -204,6 +208,141 @@ def test_F39_what_cannot_be_initialised_is_named(stage: int) -> None:
     run_ranks(2, materialise_badly, stage)
 
 
+# ---- F98: memory that nobody filled ------------------------------------------------------------------------------
+
+
+class Tables(nn.Module):
+    """Tensors that the constructor fills; `reset_parameters` sets those that `sets` names, as `way` says."""
+
+    def __init__(self, sets: str, way: str = "in place") -> None:
+        super().__init__()
+        self.sets, self.way = sets.split(), way
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        for name, value in self.values().items():
+            if name == "codes":
+                self.codes = nn.Parameter(value, requires_grad=False)
+            elif name == "plain":
+                self.plain = value
+            else:
+                self.register_buffer(name, value, persistent=name not in ("mask", "rotary"))
+        self.alias, self.aliases = self.positions, [self.weight, self.mask]
+
+    def values(self) -> dict[str, Tensor]:
+        return {
+            "positions": torch.arange(6)[::2],
+            "mask": torch.ones(4, 4, dtype=torch.bool).tril(),
+            "counter": torch.zeros((), dtype=torch.int32),
+            "codes": torch.arange(256).to(torch.uint8),
+            "small": torch.full((3, 2), -7, dtype=torch.int8).t(),
+            "rotary": torch.polar(torch.ones(3), torch.arange(3.0)),
+            "scale": torch.linspace(0, 1, 4).to(torch.bfloat16)[1:],
+            "plain": torch.arange(3),
+        }
+
+    def reset_parameters(self) -> None:
+        self.weight.data.normal_()
+        with torch.device("cpu"):
+            values = self.values()
+        for name in self.sets:
+            if self.way == "replaced" and name == "codes":
+                self.codes = nn.Parameter(values[name], requires_grad=False)
+            elif self.way == "replaced" or name == "plain":
+                setattr(self, name, values[name])
+            elif self.way == "data":
+                getattr(self, name).data.copy_(values[name])
+            else:
+                with torch.no_grad():
+                    getattr(self, name).copy_(values[name])
+
+
+ALL = "positions mask counter codes small rotary scale plain"
+
+
+def fill_tables(stage: int) -> None:
+    for way in ("in place", "data", "replaced"):
+        model = nn.Sequential(nn.Linear(3, 3), build_on_meta(partial(Tables, ALL, way)))
+        torch.manual_seed(0)
+        minizero.Zero(model, stage=stage)
+        torch.manual_seed(0)
+        wanted = Tables(ALL)
+        wanted.reset_parameters()
+        tables = model[1]
+        found = {**dict(tables.named_buffers()), "plain": tables.plain}
+        for name, value in found.items():
+            assert torch.equal(value, getattr(wanted, name)), (way, name)
+        if way != "replaced":
+            assert tables.alias is tables.positions
+            assert tables.aliases[1] is tables.mask
+
+
+def forget_tables(stage: int) -> None:
+    for forgotten in ALL.split():
+        sets = ALL.replace(forgotten, "").strip()
+        real, first = nn.Linear(3, 3), build_on_meta(partial(nn.Linear, 3, 3))
+        values = real.weight.tolist()
+        model = nn.Sequential(real, first, build_on_meta(partial(Tables, sets)), nn.Linear(3, 3))
+        before = dict(model.named_parameters())
+        with pytest.raises(ValueError, match=f"initializing module '2' left (values of )?'{forgotten}'"):
+            minizero.Zero(model, [real, first], stage=stage)
+        after = dict(model.named_parameters())
+        assert all(after[name] is before[name] for name in before), "nothing is sharded"
+        assert real.weight.tolist() == values
+        assert model[2].mask.is_meta
+        model[2].sets = ALL.split()
+        minizero.Zero(model, [real, first], stage=stage)  # and it can be tried again
+    # Parts count too; rank 0's values are those that matter, and all ranks hear of it.
+    for wrong, raises in ((0, True), (1, False)):
+        model = build_on_meta(partial(Tables, ALL))
+
+        def initialize(module: nn.Module, wrong: int = wrong) -> None:
+            module.reset_parameters()
+            if dist.get_rank() == wrong:
+                module.mask.view(torch.uint8)[3, 3] = torch.tensor([0xA5], dtype=torch.uint8)
+
+        with pytest.raises(ValueError, match="'mask' unset") if raises else nullcontext():
+            minizero.Zero(model, stage=stage, initialize=initialize)
+    assert raises or model.mask.all(1).tolist() == [False, False, False, True]
+
+
+@every_stage
+def test_F98_tables_masks_and_counters_are_filled_or_named_on_all_ranks(stage: int) -> None:
+    run_ranks(2, fill_tables, stage)
+    run_ranks(2, forget_tables, stage)
+
+
+def test_F98_random_contents_do_not_look_forgotten() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        words = torch.randint(-(2**31), 2**31, (1 << 18,), generator=generator).to(dtype)
+        assert not is_blank(words)
+        make_blank(words[: 1 << 16])
+        assert is_blank(words)
+    for dtype in (torch.bool, torch.uint16, torch.complex128, torch.float8_e4m3fn, torch.float16):
+        tensor = torch.zeros(5, 4, dtype=dtype).t()
+        assert not is_blank(tensor)
+        make_blank(tensor[:, 1:])
+        assert is_blank(tensor)
+
+
+def share_on_meta() -> None:
+    """A buffer of two modules, LSTM's list of weights, and classes and attributes of parameters survive."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"lstm": nn.LSTM(3, 3), "a": nn.BatchNorm1d(3), "b": nn.BatchNorm1d(3)})
+        model["b"].running_mean = model["a"].running_mean
+    model.forward = lambda x: model["b"](model["a"](model["lstm"](x)[0]))  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    minizero.Zero(model)
+    assert model["a"].running_mean is model["b"].running_mean
+    torch.manual_seed(0)
+    wanted = nn.LSTM(3, 3)
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(model(x), nn.BatchNorm1d(3)(nn.BatchNorm1d(3)(wanted(x)[0])))
+
+
+def test_F98_what_several_places_hold_stays_one() -> None:
+    run_ranks(2, share_on_meta)
+
+
 # ---- F40: ranks that start from different values -----------------------------------------------------------------
 
 
@@ -271,7 +410,7 @@ def register(model: nn.Module) -> None:
 
 # change -> what the error names
 CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "half": (lambda model: model.half(), "'stem.weight'"),
+    "scale": (lambda model: model.half(), "'stem.weight'"),
     "bfloat16": (lambda model: model.to(torch.bfloat16), "'stem.weight'"),
     "one layer": (lambda model: model.blocks[1].inner[2].half(), r"'blocks\.1\.inner\.2\.weight'"),
     "meta": (lambda model: model.to("meta"), "'stem.weight'"),
@@ -534,3 +673,39 @@ def train_lists_of_lists(stage: int) -> None:
 @every_stage
 def test_F43_lists_of_lists_give_a_unit_for_each_inner_element(stage: int) -> None:
     run_ranks(2, in_double, train_lists_of_lists, stage)
+
+
+# ---- the way out that the refusals name: unwrap, change, shard again ---------------------------------------------
+
+
+def unwrap_and_change(stage: int) -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).requires_grad_(False)
+    plain = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(target_modules=["0", "2"], r=2))
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0", "2"], r=2))
+    nn.init.normal_(plain.base_model.model[0].lora_B["default"].weight)
+    model.load_state_dict(plain.state_dict())
+    x = torch.ones(3, 4)
+    zero = minizero.Zero(model, stage=stage)
+    with pytest.raises(RuntimeError, match=r"(requires_grad|lora_).*zero.unwrap\(\)"), model.disable_adapter():
+        model(x)
+    model = zero.unwrap()
+    with plain.disable_adapter(), model.disable_adapter():
+        torch.testing.assert_close(model(x), plain(x))
+    for each in (plain, model):
+        each.base_model.model[2].base_layer.requires_grad_(True)
+    zero = minizero.Zero(model, stage=stage)
+    optimizer, reference = zero.optimizer(torch.optim.AdamW), torch.optim.AdamW(plain.parameters())
+    for _ in range(2):
+        for each, steps in ((model, optimizer), (plain, reference)):
+            each(x).square().sum().backward()
+            steps.step()
+            steps.zero_grad()
+    state = zero.full_state()
+    for name, value in plain.state_dict().items() if dist.get_rank() == 0 else ():
+        torch.testing.assert_close(state[name], value)
+
+
+@every_stage
+def test_F41_unwrap_change_and_shard_again_as_the_refusals_say(stage: int) -> None:
+    run_ranks(2, unwrap_and_change, stage)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 
+import harness
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from harness import run_ranks
@@ -13,7 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import minizero
+from minizero import checkpoint
+from minizero.state import SAFETENSORS_DTYPES
 
+harness.preload("minizero.checkpoint")
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
@@ -410,3 +417,227 @@ def train_shared(stage: int) -> None:
 @every_stage
 def test_F05_modules_and_parameters_under_several_names_count_once(stage: int) -> None:
     run_ranks(2, train_shared, stage)
+
+
+# ---- F80: buffers that are not contiguous
+
+
+class Strided(nn.Module):
+    """Buffers in every kind of memory, all values from `start` on; with `dense`, the same values in row-major order."""
+
+    def __init__(self, start: int, dense: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t() + start)
+        self.memory = torch.arange(8.0) + start  # no buffer itself
+        counted = (torch.arange(6.0) + start).view(2, 3)
+        complex_values = torch.complex(counted, -counted)
+        buffers = {
+            "steps": self.memory[::2],
+            "columns": counted.t(),
+            "repeated": torch.full((1, 2), 1.0 + start).expand(4, 2),
+            "windows": (torch.arange(5.0) + start).unfold(0, 3, 1),
+            "channels": torch.randn(2, 3, 4, 5).add(start).to(memory_format=torch.channels_last),
+            "one": torch.tensor(2.0 + start),
+            "none": torch.empty(0, 3).t(),
+            "conjugate": complex_values.t().conj(),
+            "negative": complex_values.conj().imag,
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer.clone(memory_format=torch.contiguous_format) if dense else buffer)
+        self.register_buffer("tail", self.steps[1:])  # shares its memory
+        self.register_buffer("passing", (torch.arange(6) + start)[1::2], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) @ self.turned
+
+
+def plain_strided(start: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Strided(start)
+    return {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def same_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def spread_strided(stage: int, dense_rank: int | None, folder: Path) -> None:
+    rank, wanted = dist.get_rank(), plain_strided()
+    torch.manual_seed(rank)
+    model = Strided(100 * rank, dense=rank == dense_rank)
+    strides = {name: buffer.stride() for name, buffer in model.named_buffers()}
+    if stage == 0:
+        minizero.Replicated(model)
+        same_tensors(dict([*model.named_parameters(), *model.named_buffers()]), wanted)
+        return
+    torch.manual_seed(rank)
+    zero = minizero.Zero(model, stage=stage)
+    buffers = {name: value for name, value in wanted.items() if name in dict(model.named_buffers())}
+    same_tensors(dict(model.named_buffers()), buffers)
+    if rank != dense_rank:
+        assert {name: buffer.stride() for name, buffer in model.named_buffers()} == strides
+        neighbours = model.memory[1::2]
+        assert torch.equal(neighbours, torch.arange(1.0, 8, 2) + 100 * rank)  # nobody wrote there
+        model.steps[1] += 0.5
+        assert model.tail[0] == model.steps[1]  # what shared memory does so still
+        model.steps[1] -= 0.5
+    del wanted["passing"]
+    if rank == 0:
+        same_tensors(zero.full_state(), wanted)
+    else:
+        assert zero.full_state() == {}
+    checkpoint.save(folder, "first", zero, step=1)
+    other = {name: value for name, value in plain_strided(50).items() if name in wanted}
+    zero.load_full_state(other)
+    same_tensors(dict(model.named_buffers()), {n: other.get(n, b) for n, b in buffers.items()})
+    if rank == 0:
+        same_tensors(zero.full_state(), other)
+    else:
+        zero.full_state()
+    checkpoint.load(folder, zero)
+    same_tensors(dict(model.named_buffers()), buffers)
+    checkpoint.export(folder / "whole", zero)
+    if rank == 0:
+        same_tensors(safetensors.torch.load_file(folder / "whole"), wanted)
+    model(torch.ones(2, 3)).sum().backward()
+    assert rank == dense_rank or torch.equal(model.memory[1::2], neighbours)
+
+
+@pytest.mark.parametrize(("stage", "dense_rank"), [(0, None), (0, 1), (1, 0), (2, 1), (3, None), (3, 1)])
+def test_F80_a_buffer_has_rank_0s_values_whatever_its_strides_and_its_neighbours_keep_theirs(
+    stage: int, dense_rank: int | None, tmp_path: Path
+) -> None:
+    run_ranks(2, spread_strided, stage, dense_rank, tmp_path)
+
+
+class Follows(nn.Module):
+    def __init__(self, interleaved: bool) -> None:
+        super().__init__()
+        memory = torch.arange(8.0)
+        self.weight = nn.Parameter(memory[::2])
+        self.register_buffer("view", memory[1::2] if interleaved else self.weight.detach()[1:])
+
+
+def share_with_a_parameter(stage: int) -> None:
+    minizero.Zero(Follows(interleaved=True), stage=stage)  # neighbours in memory, no element in common
+    with pytest.raises(ValueError, match="buffer 'view' shares memory with parameter 'weight'"):
+        minizero.Zero(Follows(interleaved=False), stage=stage)
+    model = nn.BatchNorm1d(3 if dist.get_rank() else 4, affine=False)
+    model.weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"rank 0 has buffer 'running_mean': \(4,\).*rank 1 has .*\(3,\)"):
+        minizero.Zero(model, stage=stage)
+
+
+def test_F80_a_buffer_that_is_a_view_of_a_parameter_is_refused_by_name() -> None:
+    run_ranks(2, share_with_a_parameter, 2)
+    run_ranks(2, share_with_a_parameter, 3)
+
+
+# ---- F87: dtypes that the backend cannot send, or a checkpoint not hold
+
+NOT_SENT_BY_GLOO = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64]
+FP8 = [dtype for dtype in SAFETENSORS_DTYPES if dtype.itemsize == 1 and dtype.is_floating_point]
+
+
+def bytes_like(dtype: torch.dtype, seed: int, shape: tuple[int, ...] = (2, 3)) -> Tensor:
+    count = torch.Size(shape).numel()
+    values = torch.randint(2 if dtype == torch.bool else 100, (count * dtype.itemsize,), dtype=torch.uint8)
+    return (values if seed == 0 else values * 0).view(dtype).view(shape)
+
+
+class Numbers(nn.Module):
+    """A frozen parameter and a buffer, turned, of each dtype."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        for dtype in (*NOT_SENT_BY_GLOO, *FP8):
+            name = str(dtype).removeprefix("torch.")
+            self.register_buffer(f"{name}_buffer", bytes_like(dtype, rank).t())
+            if not dtype.is_complex:
+                self.register_parameter(name, nn.Parameter(bytes_like(dtype, rank), requires_grad=False))
+        for dtype in (torch.complex128, torch.complex32):
+            self.register_buffer(f"passing_{dtype.itemsize}", bytes_like(dtype, rank), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.int16.abs().sum() + self.float8_e5m2.float().sum()
+
+
+def raw(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[int]]:
+    return {name: t.detach().contiguous().view(-1).view(torch.uint8).tolist() for name, t in tensors}
+
+
+def send_numbers(stage: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    plain = Numbers(0)
+    torch.manual_seed(0)
+    model = Numbers(dist.get_rank())
+    if stage == 0:
+        minizero.Replicated(model)
+        assert raw(model.named_parameters()) == raw(plain.named_parameters())
+        assert raw(model.named_buffers()) == raw(plain.named_buffers())
+        return
+    zero = minizero.Zero(model, stage=stage)
+    assert raw(model.named_buffers()) == raw(plain.named_buffers())
+    model(torch.ones(2, 3)).sum().backward()
+    zero.zero_grad()
+    with zero.gathered():
+        assert raw(model.named_parameters()) == raw(plain.named_parameters())
+    checkpoint.save(folder, "x", zero, step=1)
+    state, wanted = zero.full_state(), plain.state_dict()
+    if dist.get_rank() == 0:
+        assert raw(state.items()) == raw(wanted.items())
+    zero.load_full_state({name: torch.zeros_like(value) for name, value in wanted.items()})
+    for name, values in raw(model.named_buffers()).items():
+        assert name.startswith("passing") or not any(values)
+    checkpoint.load(folder, zero)
+    checkpoint.export(folder / "whole", zero)
+    if dist.get_rank() == 0:
+        assert raw(safetensors.torch.load_file(folder / "whole").items()) == {**raw(state.items())}
+    assert raw(zero.unwrap().named_parameters()) == raw(plain.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_F87_every_dtype_is_sent_gathered_and_saved_bit_by_bit(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, send_numbers, stage, tmp_path)
+
+
+def refused_tensors() -> dict[str, tuple[Tensor, str]]:
+    values = torch.arange(4.0)
+    return {
+        "wide": (torch.ones(2, dtype=torch.complex128), "'wide' is torch.complex128, which a checkpoint cannot hold"),
+        "sparse": (values.to_sparse(), r"'sparse' is no dense tensor \(torch.sparse_coo, torch.float32\)"),
+        "quantized": (torch.quantize_per_tensor(values, 0.1, 0, torch.qint8), "'quantized' is no dense.*torch.qint8"),
+        "nested": (torch.nested.nested_tensor([values, values]), "'nested' is no dense tensor"),
+        "bits": (values.view(torch.bits8), "'bits' is torch.bits8, which a checkpoint cannot hold"),
+    }
+
+
+def refuse_numbers(stage: int) -> None:
+    for name, (tensor, message) in refused_tensors().items():
+        model = nn.Linear(2, 2)
+        model.register_buffer(name, tensor)
+        before = dict(model.named_parameters())
+        with pytest.raises(TypeError, match=message):
+            minizero.Zero(model, stage=stage)
+        assert dict(model.named_parameters()) == before
+        if not message.endswith("cannot hold"):
+            with pytest.raises(TypeError, match=message):
+                minizero.Replicated(model)
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(model.weight.detach().to(torch.float8_e4m3fn))
+    with pytest.raises(TypeError, match=r"'weight' is torch.float8_e4m3fn, whose gradients cannot be added: freeze"):
+        minizero.Zero(model, stage=stage)
+    model = nn.Linear(2, 2)  # one rank's alone
+    model.register_buffer("b", torch.ones(2, dtype=torch.complex128 if dist.get_rank() else torch.float32))
+    with pytest.raises(ValueError, match=r"rank 1 has problem: 'b' is torch.complex128"):
+        minizero.Zero(model, stage=stage)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_F87_what_cannot_be_sent_or_saved_is_refused_by_name_and_dtype_before_anything_changes() -> None:
+    run_ranks(2, refuse_numbers, 3)

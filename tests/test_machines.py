@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from plain import assert_within, with_limits
 
 ROOT = Path(__file__).resolve().parent.parent
 SBATCH = ROOT / "slurm" / "train.sbatch"
@@ -41,12 +42,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of six steps in one process."""
-    out = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, ROOT / "scripts" / "train.py", "--stage", "0", "--steps", "6", *SIZES]
-    subprocess.run([*command, "--text", text, "--out", out], env=ENVIRONMENT, check=True, timeout=120)
-    return losses(out)
+def alone(text: Path) -> Callable[[list[float]], None]:
+    """Asserts that losses are those of six steps in one process."""
+    (losses, _), (limits, _) = with_limits(text, 6, batch=8)
+    return lambda found: assert_within(found, losses, limits, "losses")
 
 
 def losses(out: Path) -> list[float]:
@@ -72,7 +71,9 @@ def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
 # ---- two torchruns -----------------------------------------------------------------------------------------------
 
 
-def test_two_torchruns_are_two_nodes_of_one_run(text: Path, alone: list[float], tmp_path: Path) -> None:
+def test_two_torchruns_are_two_nodes_of_one_run(
+    text: Path, alone: Callable[[list[float]], None], tmp_path: Path
+) -> None:
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2"]
     command += ["--rdzv_id", "pair", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
@@ -96,7 +97,7 @@ def test_two_torchruns_are_two_nodes_of_one_run(text: Path, alone: list[float], 
                 os.killpg(process.pid, signal.SIGKILL)
     assert [process.returncode for process in pair] == [0, 0], "\n".join(said)
     assert "stage 3 on 4 cpu rank(s)" in "".join(said)
-    assert losses(tmp_path) == pytest.approx(alone, abs=1e-5)
+    alone(losses(tmp_path))
 
 
 # ---- Slurm -------------------------------------------------------------------------------------------------------
@@ -201,13 +202,38 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @needs_slurm
 def test_a_slurm_job_of_two_nodes_trains_on_all_their_ranks(
-    cluster: Cluster, text: Path, alone: list[float], tmp_path: Path
+    cluster: Cluster, text: Path, alone: Callable[[list[float]], None], tmp_path: Path
 ) -> None:
     job = cluster.submit(SBATCH, "--stage", "3", "--steps", "6", *SIZES, "--text", text, "--out", tmp_path)
     assert job.end() == "COMPLETED", job.log
     assert "2 nodes (n[1-2]), 2 ranks on each" in job.log
     assert "stage 3 on 4 cpu rank(s)" in job.log
-    assert losses(tmp_path) == pytest.approx(alone, abs=1e-5)
+    alone(losses(tmp_path))
+
+
+JOIN = """
+import os
+import sys
+import torch.distributed as dist
+import minizero
+
+minizero.init_distributed(timeout=60)
+dist.barrier()
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}\\n")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@needs_slurm
+def test_F89_tasks_of_srun_are_one_group_and_the_batch_script_is_alone(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "join.py").write_text(JOIN)
+    python = f"{sys.executable} {tmp_path / 'join.py'}"
+    variables = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT / "src")}  # n1 is no name that leads anywhere
+    job = cluster.submit("--nodes", "2", "--ntasks-per-node", "2", "--wrap", f"{python} && srun {python}", **variables)
+    assert job.end() == "COMPLETED", job.log
+    told = re.findall(r"rank \d of \d", job.log)
+    assert (told[0], sorted(told[1:])) == ("rank 0 of 1", [f"rank {rank} of 4" for rank in range(4)])
 
 
 @needs_slurm

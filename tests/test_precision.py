@@ -266,7 +266,8 @@ def alive(zero: Zero, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     flats = [flat for unit in zero.units for flat in unit.flats]
     tensors = [t for flat in flats for t in (flat.full, flat.shard, flat.master)]
     tensors += [piece.grad for flat in flats for piece in flat.slices if piece.grad is not None]
-    tensors += [leaf.grad for flat in flats for leaf in flat.leaves if leaf.grad is not None]
+    whole = [torch.Tensor.grad.__get__(leaf) for flat in flats for leaf in flat.leaves]  # past what refuses it
+    tensors += [gradient for gradient in whole if gradient is not None]
     buckets = [bucket for group in zero._reducer._buckets.values() for bucket in group]
     tensors += [bucket._gradients for bucket in buckets if bucket._gradients is not None]
     tensors += [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]

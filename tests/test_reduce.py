@@ -8,8 +8,9 @@ from torch import nn
 
 import minizero
 from minizero.ledger import Ledger
-from minizero.reduce import Bucket, Spares
+from minizero.reduce import Bucket
 from minizero.sharding import FlatParameters, holders_of
+from minizero.spares import Spares
 
 
 def _bucket() -> None:

@@ -7,11 +7,13 @@ Each page is loaded twice: from a local server, as it would be published, on a d
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import re
 import shutil
-import subprocess
 import sys
+import sysconfig
+import tempfile
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import nbformat
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from bs4 import BeautifulSoup, Tag
 from playwright.sync_api import Browser, Page, Route, sync_playwright
 
 pytestmark = pytest.mark.site
@@ -178,20 +181,73 @@ def test_a_wide_screen_shows_whole_lines_of_the_package(browser: Browser) -> Non
     assert columns >= 120  # pyproject.toml's line-length
 
 
-def test_F56_a_cell_that_fails_fails_the_build(tmp_path: Path) -> None:
-    """With the settings of `make book`, on a book of two pages."""
-    shutil.copy(ROOT / "_config.yml", tmp_path)
-    for folder in ("_ext", "_static"):
-        shutil.copytree(ROOT / "book" / folder, tmp_path / "book" / folder)
-    (tmp_path / "_toc.yml").write_text("format: jb-book\nroot: book/intro\nchapters:\n  - file: book/broken\n")
-    (tmp_path / "book" / "intro.md").write_text("# A book\n")
-    (tmp_path / "book" / "references.bib").write_text("")
-    cells = [nbformat.v4.new_markdown_cell("# A page"), nbformat.v4.new_code_cell("1 / 0")]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "book" / "broken.ipynb")
-    command = [Path(sys.executable).with_name("jupyter-book"), "build", tmp_path, "-W", "--keep-going", "-n"]
-    built = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert built.returncode != 0
-    assert "ZeroDivisionError" in built.stdout + built.stderr
+def words(page: Path) -> Tag:
+    """What a page says beside its menus."""
+    article = BeautifulSoup(page.read_text(), "html.parser").select_one("article")
+    assert article is not None
+    return article
+
+
+def test_every_mention_of_a_chapter_leads_to_it(pages: list[str]) -> None:
+    """ "Chapters 12 and 13" in running text; what stands in code, in headings and in cells' outputs needs no link."""
+    mention = re.compile(r"\bchapters?\s+\d+", re.IGNORECASE)
+    linked, bare = 0, []
+    for address in pages:
+        for text in words(SITE / address).find_all(string=mention):
+            link = text.find_parent("a")
+            if link is not None:
+                linked += 1
+                number = re.search(r"\d+", text)
+                assert number
+                assert re.search(rf"\b{int(number[0]):02}_\w+\.html|#", str(link["href"])), f"{address}: {link}"
+            elif not text.find_parent(["code", "pre", "h1", "h2", "h3", "h4"]):
+                bare.append(f"{address}: {' '.join(text.split())[:90]}")
+    assert bare == []
+    assert linked > 50
+
+
+def test_the_number_of_a_chapter_is_seen_in_title_sidebar_and_table(pages: list[str]) -> None:
+    intro = BeautifulSoup((SITE / "book" / "intro.html").read_text(), "html.parser")
+    for address in pages:
+        number = re.match(r"book/(\d\d)_", address)
+        if number:
+            page = BeautifulSoup((SITE / address).read_text(), "html.parser")
+            name = Path(address).name
+            places = page.select("head title, article h1") + intro.select(
+                f"article table a[href='{name}'], nav a[href='{name}']"
+            )
+            assert len(places) == 4
+            assert [place.text for place in places if not place.text.strip().startswith(f"{number[1]} · ")] == []
+
+
+def test_no_page_names_a_folder_of_the_machine_that_built_it(pages: list[str]) -> None:
+    folders = {str(ROOT), sys.prefix, str(Path.home()), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")}
+    patterns = [rf"{re.escape(folder)}/" for folder in folders if folder not in ("/", "/usr")]
+    patterns += [rf"{re.escape(folder)}/(tmp\w{{8}}|ipykernel_)" for folder in {"/tmp", tempfile.gettempdir()}]
+    found = []
+    for address in pages:
+        text = html.unescape(re.sub(r"</?span[^>]*>", "", (SITE / address).read_text()))
+        found += [
+            f"{address}: {text[max(0, m.start() - 40) : m.end() + 40]}" for m in re.finditer("|".join(patterns), text)
+        ]
+    assert found == []
+
+
+def test_an_expected_error_is_a_few_lines(pages: list[str]) -> None:
+    long = []
+    for address in pages:
+        for shown in words(SITE / address).select(".output.traceback"):
+            lines = shown.text.strip().splitlines()
+            if len(lines) > 30:
+                long.append(f"{address}: {len(lines)} lines, {lines[-1][:60]}")
+    assert long == []
+
+
+def test_F101_every_page_says_with_which_version_it_was_made(pages: list[str]) -> None:
+    version = re.search('^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version
+    pages = [address for address in pages if f"<p>Made with minizero {version[1]}" not in (SITE / address).read_text()]
+    assert pages == []
 
 
 # ---- what a reader does on a page

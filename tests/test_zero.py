@@ -79,31 +79,41 @@ def test_every_stage_trains_like_one_process(stage: int, world: int) -> None:
     run_ranks(world, _train, stage, timeout=120)
 
 
-def _fp32(stage: int) -> float:
-    torch.manual_seed(0)
-    reference = minizero.GPT(minizero.GPTConfig(**CONFIG))
-    torch.manual_seed(0)
-    model = minizero.GPT(minizero.GPTConfig(**CONFIG))
+def _fp32(stage: int) -> tuple[float, float]:
+    """How far from one process, and how far that is from itself if each batch comes in parts, from the last on."""
+    models = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        models.append(minizero.GPT(minizero.GPTConfig(**CONFIG)))
+    model, reference, other = models
     zero = minizero.Zero(model, stage=stage)
-    optimizer = zero.optimizer(minizero.AdamW, lr=1e-3)
-    plain = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (reference, other)]
+    optimizers.append(zero.optimizer(minizero.AdamW, lr=1e-3))
     for batch in _tokens(20):
         _loss(model, batch[dist.get_rank()]).backward()
         _loss(reference, torch.cat(batch)).backward()
-        for o in (optimizer, plain):
+        for part in torch.cat(batch).flip(0).split(1):
+            (_loss(other, part) / (2 * len(batch))).backward()
+        for o in optimizers:
             o.step()
             o.zero_grad()
     state = zero.full_state()
     if dist.get_rank() > 0:
-        return 0.0
-    difference = sum((state[n] - p).double().square().sum() for n, p in reference.named_parameters())
+        return 0.0, 0.0
     norm = sum(p.detach().double().square().sum() for p in reference.parameters())
-    return float((difference / norm).sqrt())
+
+    def from_reference(found: dict[str, Tensor]) -> float:
+        squares = sum((found[n] - p).double().square().sum() for n, p in reference.named_parameters())
+        return float((squares / norm).sqrt())
+
+    return from_reference(state), from_reference(dict(other.named_parameters()))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_20_steps_of_fp32_adamw_stay_within_1e_5(stage: int) -> None:
-    assert run_ranks(2, _fp32, stage)[0] <= 1e-5
+def test_20_steps_of_fp32_adamw_differ_by_rounding(stage: int) -> None:
+    found, itself = run_ranks(2, _fp32, stage)[0]
+    limit = max(3 * itself, 20 * torch.finfo(torch.float32).eps)
+    assert found <= limit < 1e-3
 
 
 def _micro_batches(stage: int) -> None:

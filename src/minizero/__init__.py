@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minizero.build import initialize
-    from minizero.collectives import init_distributed
+    from minizero.launch import init_distributed
     from minizero.ledger import Ledger
     from minizero.models import GPT, GPTConfig
     from minizero.optimizer import Adam, AdamW, NonFiniteGradientError
@@ -26,7 +26,7 @@ _MODULES = {
     "Replicated": "replicate",
     "ShardedAccessError": "placeholder",
     "Zero": "zero",
-    "init_distributed": "collectives",
+    "init_distributed": "launch",
     "initialize": "build",
 }
 __all__ = [

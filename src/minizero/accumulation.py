@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import isfinite
-from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from minizero.attached import watch_steps
 from minizero.collectives import launch_all_gather, on_all_ranks
 from minizero.gather import in_backward
 from minizero.memory import check_positive, shard_elements, traffic
@@ -65,7 +63,7 @@ def no_sync(parallel: Zero | Replicated) -> Iterator[None]:
 
     They leave with the next backward outside. If none comes before, those of `Zero` leave at the step, `clip_grad_norm`
     or `Zero.reduce()`, inside too. With `Replicated`, whose gradients are on the parameters for anyone to use, a step
-    then raises RuntimeError on all ranks; clipping before a backward outside is a mistake that nobody sees.
+    then raises RuntimeError on all ranks. It cannot see that you clip before a backward outside: that clips too little.
 
     A rank keeps 4 bytes for each parameter meanwhile. Stage 1 waits for the step anyway: it has nothing to gain here.
     Stage 3 gathers and frees parameters as always. After an exception in a backward inside, the whole window is
@@ -76,7 +74,7 @@ def no_sync(parallel: Zero | Replicated) -> Iterator[None]:
     if in_backward():
         raise RuntimeError("no_sync() inside a backward: enter it before")
     if isinstance(parallel, Replicated) and parallel not in _guarded:
-        register_optimizer_step_pre_hook(partial(_check_step, ref(parallel)))
+        watch_steps(parallel, _check_step)
         _guarded.add(parallel)
     holder = parallel._reducer if isinstance(parallel, Zero) else parallel
     before, holder.holds = holder.holds, True
@@ -86,9 +84,9 @@ def no_sync(parallel: Zero | Replicated) -> Iterator[None]:
         holder.holds = before
 
 
-def _check_step(replicated: ref[Replicated], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (alive := replicated()) is not None and alive.has_held:
-        mine = {id(p) for p in alive.model.parameters() if p.grad is not None}
+def _check_step(replicated: Replicated, optimizer: Optimizer) -> None:
+    if replicated.has_held:
+        mine = {id(p) for p in replicated.model.parameters() if p.grad is not None}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
                 "step() with gradients that were held back, other ones on each rank: run the window's last backward "
@@ -134,9 +132,9 @@ class Window:
 
     Nobody else divides: no loss is scaled by 1/k, no weight by the number of ranks. When the data ends in a window that
     is not full, `divide()` and the step after it count what there is, no more; `forget()` drops it. No gradient is ever
-    saved: `state_dict()` in a window that is not full leaves out its micro-batches, and who resumes repeats them.
+    saved: `state_dict()` in a window that is not full leaves out its micro-batches, and a resumed run repeats them.
 
-    `position` counts this rank's micro-batches in windows that are done with: where its data goes on.
+    `position` counts this rank's micro-batches in finished windows: its data goes on from there.
     """
 
     def __init__(self, parallel: Zero | Replicated, micro_batches: int) -> None:

@@ -19,8 +19,9 @@ class Moment(StrEnum):
 class Schedule:
     """Says which units are gathered ahead: here the next `count` in the order of `units`, the root first.
 
-    Another may know better (chapter 23). All ranks must decide alike: it may look at nothing that differs by rank.
-    `seen` goes along with each roll call: ranks whose numbers differ have decided on different grounds, and are told.
+    Chapter 23 has schedules that know better. All ranks must decide alike, so a schedule may look at nothing that
+    differs by rank. Each roll call carries `seen`: if it differs between ranks, they decided on different grounds, and
+    all of them raise.
     """
 
     def __init__(self, units: Sequence[Any], count: int = 0) -> None:

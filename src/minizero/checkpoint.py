@@ -16,14 +16,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from minizero import one_file
 from minizero.collectives import launch_all_gather, on_all_ranks
-from minizero.files import Spec, durable, pieces_of, tensor_header
+from minizero.files import Spec, durable
 from minizero.manifest import CheckpointError as CheckpointError
 from minizero.manifest import check_tag, read_latest, read_manifest
+from minizero.one_file import OneFile, split_extras
 from minizero.reading import Reading
+from minizero.sending import as_bytes
 from minizero.sharding import FlatParameters
 from minizero.snapshot import Ranks, Snapshot
-from minizero.whole import mark_changed, persistent_buffers
+from minizero.state import extra_states, persistent_buffers
+from minizero.whole import mark_changed
 from minizero.zero import Zero
 
 
@@ -64,7 +68,7 @@ class AsyncSaver:
         self._error: Exception | None = None
 
     def save(self, tag: str, zero: Zero, optimizer: Optimizer | None = None, *, step: int, extra: Any = None) -> None:
-        """As the function `save`, but the writing is still to come."""
+        """Like the function `save`, but return before the files are written."""
         self.wait()
         ranks, snapshot = Ranks(zero), Snapshot()
 
@@ -109,6 +113,15 @@ class Loaded(NamedTuple):
     tag: str
     step: int
     extra: Any
+
+
+def exists(directory: str | Path, zero: Zero) -> bool:
+    """Whether `load` finds a checkpoint in `directory`: rank 0 looks, and all ranks hear it. Call on all ranks.
+
+    A rank that looks itself may not see yet, on a network file system, what the others do: they would wait for it.
+    """
+    look = partial(read_latest, Path(directory))
+    return bool(Ranks(zero).first_does(f"look for a checkpoint in {directory}", look))
 
 
 def load(directory: str | Path, zero: Zero, optimizer: Optimizer | None = None, *, tag: str | None = None) -> Loaded:
@@ -157,10 +170,13 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
 
     It has every key of the plain model's state dict, tied ones with equal values, and rank 0's buffers. Floating-point
     values keep the dtype of the master values, or become `dtype`. Rank 0 gets one flat buffer after the other: it holds
-    no more than that besides its shard. Raises CheckpointError on all ranks; then no file is there, or the old one.
+    no more than that besides its shard. Extra states that are no tensors are JSON in the file's metadata:
+    `one_file.read` brings them back. Raises CheckpointError on all ranks; then no file is there, or the old one.
     """
     ranks, path = Ranks(zero), Path(path).absolute()
-    buffers = persistent_buffers(zero.model)
+    kept: dict[str, Any] = persistent_buffers(zero.model)
+    ranks.do(f"write {path}", lambda: kept.update(extra_states(zero.model)))
+    kept, texts = split_extras(kept)
 
     def spec(tensor: Tensor, shape: torch.Size) -> Spec:
         return (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype), tuple(shape)
@@ -171,35 +187,28 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
         for shape, holders in zip(flat.layout.shapes, flat.holders, strict=True)
         for holder in holders
     }
-    specs |= {name: spec(buffer, buffer.shape) for name, buffer in buffers.items()}
-    head, places = tensor_header(specs, {"format": "pt"})
-
-    file: Any = None
+    specs |= {name: spec(tensor, tensor.shape) for name, tensor in kept.items()}
+    out: Any = None
 
     def begin() -> None:
-        nonlocal file
-        file = stack.enter_context(durable(path))
-        file.write(head)
-
-    def put(name: str, tensor: Tensor) -> None:
-        file.seek(places[name])
-        file.writelines(pieces_of(tensor.to(specs[name][0])))
+        nonlocal out
+        out = OneFile(stack.enter_context(durable(path)), specs, texts)
 
     def put_flat(flat: FlatParameters, whole: Tensor) -> None:
         for value, holders in zip(flat.layout.unflatten(whole), flat.holders, strict=True):
             for holder in holders:
-                put(holder.full_name, value)
+                out.put(holder.full_name, value)
 
-    def put_buffers() -> None:
-        for name, buffer in buffers.items():
-            put(name, buffer)
+    def put_kept() -> None:
+        for name, tensor in kept.items():
+            out.put(name, tensor)
 
     with ExitStack() as stack:
         ranks.first_does(f"write {path}", begin)
         for flat in zero.flats:
             whole = gather_to_first(flat, zero.group) if ranks.replica == 0 else flat.master
             ranks.first_does(f"write {path}", partial(put_flat, flat, whole))
-        ranks.first_does(f"write {path}", put_buffers)
+        ranks.first_does(f"write {path}", put_kept)
         ranks.first_does(f"complete {path}", stack.close)
 
 
@@ -207,8 +216,13 @@ def gather_to_first(flat: FlatParameters, group: ProcessGroup | None) -> Tensor:
     """The master values of all ranks, padded, on rank 0; what this rank has, on the others."""
     shard = flat.master.to(flat.full.device)
     if dist.get_rank(group) != 0:
-        dist.gather(shard, group=group, group_dst=0)
+        dist.gather(as_bytes(shard), group=group, group_dst=0)
         return shard
     whole = shard.new_empty(flat.layout.padded_numel)
-    dist.gather(shard, list(whole.view(flat.layout.world, -1)), group=group, group_dst=0)
+    parts = [as_bytes(part) for part in whole.view(flat.layout.world, -1)]
+    dist.gather(as_bytes(shard), parts, group=group, group_dst=0)
     return whole
+
+
+if __name__ == "__main__":
+    one_file.main()

@@ -6,7 +6,6 @@ N is the number of ranks in the group. `group=None` is torch's default process g
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,35 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from minizero.launch import init_distributed as init_distributed
+
 # torch 2.13 renamed these two; the old names still work there, with a warning for each call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def init_distributed(timeout: float = 60.0) -> torch.device:
-    """Join the process group that a launcher (torchrun, deepspeed, `%%ranks`) described in the environment.
-
-    Without a launcher the group has one rank. The backend is NCCL on `cuda:LOCAL_RANK` when this machine has a GPU for
-    each of its ranks, else gloo on the CPU. A collective that waits longer than `timeout` seconds raises. Returns the
-    device this rank computes on. If a process group exists already, it is kept.
-    """
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-    local_rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    use_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local_world
-    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        backend, limit = ("nccl" if use_cuda else "gloo"), timedelta(seconds=timeout)
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=limit)
-        else:
-            dist.init_process_group(
-                backend, timeout=limit, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
-            )
-    return device
 
 
 # ---- rings: every rank talks to its two neighbours only ----------------------------------------------------------
@@ -147,16 +122,19 @@ def launch_all_gather(full: Tensor, shard: Tensor, group: ProcessGroup | None = 
     On CUDA the collective runs on NCCL's own stream, after what the current stream has queued, and `wait()` makes the
     current stream wait for it. On the CPU the ranks exchange their shards: gloo's own all-gather fills a buffer and
     then copies it. `shard` may be this rank's part of `full`; else it is copied there first, in the dtype of `full`.
+    Bytes travel: no backend knows every dtype.
     """
     _check_full_and_shard(full, shard, group)
     with torch.no_grad():
-        places = full.view(dist.get_world_size(group), -1).unbind()
+        places = list(full.view(dist.get_world_size(group), -1))
         mine = places[dist.get_rank(group)]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
+        places = [place.view(torch.uint8) for place in places]
+        mine = places[dist.get_rank(group)]
         if full.device.type == "cpu":
             return Exchange(places, [mine] * len(places), group, ALL_GATHER_TAG)
-        work: Work = _all_gather(full, mine, group=group, async_op=True)
+        work: Work = _all_gather(full.view(torch.uint8), mine, group=group, async_op=True)
     return work
 
 

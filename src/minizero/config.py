@@ -8,7 +8,6 @@ DeepSpeed's is in the table of `minizero.config_keys`; a key that is in neither 
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
@@ -23,6 +22,9 @@ from minizero.explain import bytes_of, key_by_key
 from minizero.memory import _count, _Parser
 from minizero.optimizer import ELEMENTWISE, Adam, AdamW
 from minizero.schedules import SCHEDULES
+from minizero.trial import problems_of_names, problems_of_optimizer, problems_of_schedule
+
+Source = str | os.PathLike[str] | Mapping[str, Any]
 
 
 class _Model(BaseModel):
@@ -141,9 +143,7 @@ class Config(_Model):
         return Batch(train, micro, steps)
 
 
-def load_config(
-    config: str | os.PathLike[str] | Mapping[str, Any], world: int | None = None
-) -> tuple[Config, tuple[str, ...]]:
+def load_config(config: Source, world: int | None = None) -> tuple[Config, tuple[str, ...]]:
     """The configuration in a file or dict, and the paths of its keys that minizero ignores.
 
     `world` ranks fill in the batch sizes; None: leave them as they are. Raises ConfigError, which lists all that is
@@ -171,7 +171,14 @@ def load_config(
     return loaded, tuple(ignored)
 
 
-# ---- optimizers and schedulers by name
+def load_for_engine(config: Source, world: int) -> tuple[Config, tuple[str, ...]]:
+    """As `load_config`; what `initialize` does not build is refused as well."""
+    loaded, ignored = load_config(config, world)
+    if loaded.zero_optimization.stage == 0:
+        source = "config" if isinstance(config, Mapping) else os.fspath(config)
+        told = "zero_optimization.stage 0 is minizero.Replicated(model): initialize() builds 1, 2 and 3"
+        raise ConfigError(source, [f"{told}; without the key it is 0"])
+    return loaded, ignored
 
 
 def optimizer_class(named: Named) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -202,23 +209,21 @@ def scheduler_class(named: Named) -> type[LRScheduler]:
 
 def _problems_of_classes(config: Config) -> list[str]:
     problems: list[str] = []
-    for path, named in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
-        if named is None:
-            continue
-        try:
-            cls = optimizer_class(named)[0] if path == "optimizer" else scheduler_class(named)
-        except ValueError as error:
-            problems.append(f"{path}.type: {error}")
-            continue
-        names = list(inspect.signature(cls).parameters)[1:]
-        names += ["adam_w_mode", "torch_adam"] if issubclass(cls, Adam) else []
-        for name, value in named.params.items():
-            if name == "max_grad_norm":
-                problems.append(f"{path}.params.{name}: write gradient_clipping")
-            elif name not in names:
-                problems.append(f"{path}.params.{name}: {cls.__name__} takes {', '.join(names)}")
-            elif isinstance(value, str) and name in ("lr", "eps", "betas", "weight_decay", "momentum"):
-                problems.append(f"{path}.params.{name}: must be a number, got {value!r}")
+    named, path = config.optimizer, "optimizer"
+    try:
+        if named is not None:
+            cls, options = optimizer_class(named)
+            more = ["adam_w_mode", "torch_adam"] if issubclass(cls, Adam) else []
+            problems += problems_of_names(path, cls, named.params, more) or problems_of_optimizer(cls, options)
+    except ValueError as error:
+        problems.append(f"{path}.type: {error}")
+    named, path = config.scheduler, "scheduler"
+    try:
+        if named is not None:
+            kind = scheduler_class(named)
+            problems += problems_of_names(path, kind, named.params) or problems_of_schedule(kind, named.params)
+    except ValueError as error:
+        problems.append(f"{path}.type: {error}")
     return problems
 
 
@@ -231,12 +236,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         print(key_by_key(*read_json(options.file)))
-        config, _ = load_config(options.file, options.ranks)
+        config, _ = load_for_engine(options.file, options.ranks)
     except (ConfigError, OSError) as error:
         parser.error(str(error))
     print(f"\n{options.ranks} ranks, {Batch(*config.batch(options.ranks))}")
     zero = config.zero_optimization
-    if options.params and zero.stage:
+    if options.params:
         print(bytes_of(options.params, options.ranks, zero.stage, config.dtype, zero.offload_optimizer.device))
 
 

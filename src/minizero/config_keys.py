@@ -2,8 +2,8 @@
 
 One row per key: its path, the kind of value, its fate in minizero, the ZeRO stages in which DeepSpeed 0.19.8 reads it,
 and why. `used` keys have a field in a model of `minizero.config`. `ignored` keys change neither what is computed nor
-what must fit: they are checked and named in a warning. `refused` keys would change it, and raise, unless they have the
-value that leaves them off. Kind `tree` is a block whose inside nobody looks at.
+what must fit: they are named in a warning, whatever their value. `refused` keys would change it, and raise, unless they
+have the value that leaves them off. Kind `tree` is a block whose inside nobody looks at.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -33,7 +33,7 @@ optimizer.legacy_fusion                | flag  | ignored | 0 | an implementation
 scheduler                              | block | used | 0123 | an lr_scheduler=... in the program comes first
 scheduler.type                         | text  | used | 0123 | WarmupLR, WarmupDecayLR, WarmupCosineLR, or torch's
 scheduler.params                       | tree  | used | 0123 | what the scheduler's constructor takes
-fp16                                   | block | used | 0123 | not on a CPU in DeepSpeed
+fp16                                   | block | used | 0123 | in DeepSpeed not on CPUs without AVX512-FP16
 fp16.enabled                           | flag  | used | 0123 | fp16 weights and activations, fp32 master weights
 fp16.auto_cast                         | flag  | ignored | 0123 | floating-point inputs are always cast to fp16
 fp16.loss_scale                        | real  | used | 0123 | 0: a scale that adapts
@@ -49,7 +49,7 @@ bf16.check_grad_overflow | flag | used | 123 | skip a step whose gradients are n
 bf16.immediate_grad_update             | flag  | ignored | 0 | gradients are added up in fp32 at once
 bf16.bf16_master_weights_and_grads     | flag  | refused unless false | 123 | the master weights are fp32
 bf16.bf16_optimizer_states             | flag  | refused unless false | 123 | the optimizer's states are fp32
-bfloat16                               | tree  | refused | 0123 | the block's name is bf16
+bfloat16                               | tree  | refused | 0123 | the old name of bf16, which is there, too
 zero_optimization                      | block | used | 0123 |
 zero_optimization.stage                | size  | used | 0123 | 0: everything on every rank
 zero_optimization.offload_optimizer    | block | used | 123  |
@@ -183,6 +183,9 @@ def read_table(text: str) -> dict[str, Key]:
             block = path.rpartition(".")[0]
             if block:
                 keys.setdefault(block, Key(block, "block", fate, values, keys[path].stages, why))
+    for key in [key for key in keys.values() if (key.kind, key.fate) == ("block", "ignored")]:
+        if any(inner.fate != "ignored" for path, inner in keys.items() if path.startswith(f"{key.path}.")):
+            keys[key.path] = replace(key, fate="refused")  # what is inside matters
     for key in [key for path, key in keys.items() if ".stage3_" in path and "_fp16_" not in path]:
         short = key.path.replace(".stage3_", ".")  # DeepSpeed takes these without prefix, too
         keys[short] = Key(short, key.kind, "refused", (), key.stages, f"write {key.path}")

@@ -7,11 +7,12 @@ every rank reads the same file and comes to the same verdict before any collecti
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictStr, TypeAdapter, ValidationError
@@ -34,19 +35,24 @@ class _Pairs(list[Any]):
 def read_json(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """(name for messages, content) of a file, or of a dict as it is. Raises ConfigError, or OSError naming the file."""
     if isinstance(config, Mapping):
-        return "config", dict(config)
+        return "config", _renamed(dict(config))
     source = os.fspath(config)
     try:
-        raw = json.loads(Path(source).read_text(), object_pairs_hook=_Pairs)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raw = json.loads(Path(source).read_text(encoding="utf-8-sig"), object_pairs_hook=_Pairs)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(source, [f"not JSON: {error}"]) from None
     problems: list[str] = []
     content = _to_dicts(raw, "", problems)
     if not isinstance(content, dict):
-        problems.append(f"must hold one object, got {content!r}")
+        problems.append(f"must hold one object, got {shorten(repr(content), 60)}")
     if problems:
         raise ConfigError(source, problems)
-    return source, content
+    return source, _renamed(content)
+
+
+def _renamed(content: dict[str, Any]) -> dict[str, Any]:
+    """With "bf16" for "bfloat16", its old name, which DeepSpeed reads as well; not if both are there."""
+    return {"bf16" if name == "bfloat16" and "bf16" not in content else name: v for name, v in content.items()}
 
 
 def _to_dicts(value: Any, path: str, problems: list[str]) -> Any:
@@ -61,7 +67,8 @@ def _to_dicts(value: Any, path: str, problems: list[str]) -> Any:
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:
         raise ValueError("must be a number")
     return value
 
@@ -91,30 +98,45 @@ def complaints(error: ValidationError, path: str = "") -> Iterator[str]:
     for each in error.errors():
         where = ".".join([part for part in (path, *map(str, each["loc"])) if part])
         text = each["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        found = "" if isinstance(each["input"], dict) else f", got {json.dumps(each['input'], default=repr)}"
+        if each["type"] == "dict_type":
+            text = "must be a block, {...}"
+        found = "" if isinstance(each["input"], dict) else f", got {shown(each['input'])}"
         yield f"{where}: {text}{found}".removeprefix(": ")
+
+
+def shown(value: Any, width: int = 200) -> str:
+    """A value as JSON has it, whatever it is, and not too long."""
+    return shorten(json.dumps(value, default=repr, skipkeys=True), width, placeholder=" ...")
+
+
+def is_comment(name: Any) -> bool:
+    """Whether a key is none of the configuration: a name that begins like a comment, or JSON's own `$schema`."""
+    return str(name).startswith(("_", "$", "#", "//"))
 
 
 def sift(block: Mapping[str, Any], path: str, problems: list[str], ignored: list[str]) -> dict[str, Any]:
     """The keys of `block`, the object at `path`, that minizero uses; `null` counts as not there.
 
-    Adds a line to `problems` for each key that is unknown, wrong or refused, and the path of each that is ignored.
+    Adds a line to `problems` for each key that is unknown, wrong or refused, and the path of each that is ignored, with
+    whatever value. Comments, keys such as "_comment" and "$schema", are left out.
     """
     used: dict[str, Any] = {}
     for name, value in block.items():
         key = KEYS.get(f"{path}{name}")
+        if is_comment(name):
+            continue
         if key is None:
             problems.append(f"{path}{name}: unknown key{_nearest(path, str(name))}")
         elif value is None:
             pass
+        elif key.fate == "ignored":  # whatever the value is
+            ignored.append(key.path)
         elif key.kind == "block" and isinstance(value, Mapping):
             inside = sift(value, f"{key.path}.", problems, ignored)
             used |= {name: inside} if key.fate == "used" else {}
         elif key.fate == "refused":
             if not key.is_off(value):
-                problems.append(f"{key.path}: {json.dumps(value)} is not supported: {key.why}")
-        elif key.fate == "ignored" and value == "auto":
-            ignored.append(key.path)
+                problems.append(f"{key.path}: {shown(value)} is not supported: {key.why}")
         elif autos := list(_autos(value, key.path)):
             problems += [
                 f'{auto}: "auto" is for the Trainer of transformers to fill in: give a value' for auto in autos
@@ -125,10 +147,8 @@ def sift(block: Mapping[str, Any], path: str, problems: list[str], ignored: list
             except ValidationError as error:
                 problems += complaints(error, key.path)
                 continue
-            if key.fate == "ignored":
-                ignored.append(key.path)
-            else:
-                used[name] = checked
+            is_block = isinstance(checked, dict)
+            used[name] = {k: v for k, v in checked.items() if not is_comment(k)} if is_block else checked
     return used
 
 

@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from minizero.blank import Blanks, UnfilledError, meta_tensors
 from minizero.collectives import on_all_ranks
 from minizero.gather import Unit
+from minizero.placeholder import ANEW, ShardedParameter, raise_replaced
 from minizero.replicate import check_agreement
-from minizero.sharding import Holder, holders_of, raise_replaced
+from minizero.sending import send_from_first
+from minizero.sharding import Holder, holders_of
+from minizero.state import check_carried
 
 
 @dataclass
@@ -96,7 +100,7 @@ def is_inside(path: str, module: str) -> bool:
 
 
 def _check_parameter(parameter: nn.Parameter, name: str) -> None:
-    if hasattr(parameter, "is_sharded_by_minizero") or hasattr(parameter, "home"):
+    if hasattr(parameter, "is_sharded_by_minizero") or isinstance(parameter, ShardedParameter):
         raise ValueError(f"parameter {name!r} is sharded already: a model, or a part of it, can be sharded once")
     if hasattr(parameter, "is_replicated_by_minizero"):
         raise ValueError(f"parameter {name!r} is held by a Replicated: a model has one stage")
@@ -123,11 +127,16 @@ def _check_memory(model: nn.Module) -> None:
 def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], group: ProcessGroup | None) -> None:
     """Raise ValueError on all ranks, naming the first difference, unless all are about to shard the same model.
 
-    Ranks are counted inside `group`. Also raises on a rank that `group` does not contain.
+    Ranks are counted inside `group`. Also raises on a rank that `group` does not contain, and, TypeError or ValueError,
+    for a buffer, extra state or state-dict hook that could not be sent or saved later.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
-    mine = [f"stage {stage}"] + [
+    model = plans[0].module
+    problem = check_carried(model, stage)
+    sent = {} if problem else dict(model.named_buffers())
+    buffers = [f"buffer {name!r}: {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in sent.items()]
+    mine = [f"stage {stage}", f"problem: {problem}", *buffers] + [
         f"unit {plan.name!r}, {name!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
         + (f", computed in {dtypes[name].compute}, sent in {dtypes[name].wire}" if dtypes else "")
         for plan in plans
@@ -135,42 +144,49 @@ def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], group
         for name in [holders[0].full_name]
     ]
     check_agreement(mine, group)
+    if problem:
+        raise problem
 
 
 def materialise(
     model: nn.Module,
     plans: Sequence[Plan],
+    blanks: Blanks,
     group: ProcessGroup | None,
+    replicas: ProcessGroup | None,
     initialize: Callable[[nn.Module], Any] | None,
 ) -> Iterator[Plan]:
     """Yield each plan once its parameters have values; give values, module by module, to those on the meta device.
 
     The order is that of `model.modules()`, in which most models are built: with the same seed the values are the same,
-    and the caller can shard a unit before the next one exists. Every rank draws the same numbers.
+    and the caller can shard a unit before the next one exists. Every rank draws the same numbers; those of rank 0
+    count. Raises TypeError before anything is changed for a module that nothing initialises, and UnfilledError, on all
+    ranks, once a module was initialised that has a tensor without values.
     """
     modules = list(model.named_modules())
-    empty = [(path, m) for path, m in modules if any(t.is_meta for t in _own_tensors(m).values())]
-    for path, module in empty:
-        if initialize is None and not hasattr(module, "reset_parameters"):
-            raise TypeError(f"module {path!r} is on the meta device and has no reset_parameters(): pass initialize=")
+    for path, module in modules:
+        for name, *_ in meta_tensors(module) if initialize is None and not hasattr(module, "reset_parameters") else ():
+            raise TypeError(f"module {path!r} has {name!r} on the meta device, no reset_parameters(): pass initialize=")
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     position = {id(module): i for i, (_, module) in enumerate(modules)}
     last = {p.name: max((position[id(h.module)] for _, hs in p.parameters for h in hs), default=0) for p in plans}
-    holders = {id(p): places for plan in plans for p, places in plan.parameters}
+    complaint = ""
     for i, (path, module) in enumerate(modules):
-        if any(t.is_meta for t in _own_tensors(module).values()):
+        if any(True for _ in meta_tensors(module)):
             settled = {name: t.detach().clone() for name, t in _own_tensors(module).items() if not t.is_meta}
-            _give_memory(module, holders, torch.device(device))
+            blanks.give(module, torch.device(device))
             (initialize or _reset_parameters)(module)
             for name, value in settled.items():  # a tied weight has its values already
                 _own_tensors(module)[name].data.copy_(value)
-            for name, tensor in _own_tensors(module).items():
-                if tensor.is_floating_point() and tensor.isnan().any():
-                    raise ValueError(f"initializing module {path!r} left values of {name!r} unset")
-        for plan in plans:
-            if last[plan.name] == i:
-                plan.parameters = [(hs[0].module._parameters[hs[0].name], hs) for _, hs in plan.parameters]  # type: ignore[misc]
-                yield plan
+            if not complaint and (wrong := blanks.left(module)):
+                complaint = f"initializing module {path!r} {wrong}"
+        is_last = i == len(modules) - 1
+        ready = [plan for plan in plans if last[plan.name] == i]
+        if ready or is_last:
+            _raise_as_rank_0(complaint, torch.device(device), group, replicas)
+        for plan in ready:
+            plan.parameters = [(hs[0].module._parameters[hs[0].name], hs) for _, hs in plan.parameters]  # type: ignore[misc]
+            yield plan
 
 
 def _reset_parameters(module: nn.Module) -> None:
@@ -181,28 +197,26 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in {**module._parameters, **module._buffers}.items() if t is not None}
 
 
-def _give_memory(module: nn.Module, holders: dict[int, list[Holder]], device: torch.device) -> None:
-    """Replace the module's meta tensors, at every holder, by ones full of NaN: what is not initialised will show."""
-    for name, tensor in _own_tensors(module).items():
-        if not tensor.is_meta:
-            continue
-        real = torch.empty_like(tensor, device=device)
-        if real.is_floating_point():
-            real.detach().fill_(torch.nan)
-        if isinstance(tensor, nn.Parameter):
-            parameter = nn.Parameter(real, tensor.requires_grad)
-            for holder in holders[id(tensor)]:
-                holder.module._parameters[holder.name] = parameter
-        else:
-            module._buffers[name] = real
+def _raise_as_rank_0(
+    complaint: str, device: torch.device, group: ProcessGroup | None, replicas: ProcessGroup | None
+) -> None:
+    """Raise UnfilledError on all ranks if rank 0, whose values count, has a complaint."""
+    length = torch.tensor(len(complaint.encode()), device=device)
+    broadcast(length, group, replicas)
+    if length > 0:
+        text = torch.zeros(int(length), dtype=torch.uint8, device=device)
+        if int(length) == len(complaint.encode()):
+            text.copy_(torch.tensor(list(complaint.encode())))
+        broadcast(text, group, replicas)
+        raise UnfilledError(bytes(text.tolist()).decode())
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup | None, replicas: ProcessGroup | None) -> None:
     """Give every rank of the group, and of all replicas, the tensor of rank 0."""
     with on_all_ranks("send rank 0's values"):
         if replicas is not None:
-            dist.broadcast(tensor, group=replicas, group_src=0)
-        dist.broadcast(tensor, group=group, group_src=0)
+            send_from_first(tensor, replicas)
+        send_from_first(tensor, group)
 
 
 def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
@@ -219,9 +233,11 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
                     leaf.numel() > 0 and leaf.data_ptr() != flat.full.data_ptr() + offset * flat.full.itemsize
                 )
                 if flat.aliased and moved:
-                    raise RuntimeError(f"parameter {name!r} was cast or moved after sharding: do that before")
+                    raise RuntimeError(
+                        f"parameter {name!r} was cast or moved after sharding: do that before, or {ANEW}"
+                    )
                 if leaf.requires_grad != flat.requires_grad:
-                    raise RuntimeError(f"requires_grad of parameter {name!r} changed after sharding: do that before")
+                    raise RuntimeError(f"requires_grad of {name!r} changed after sharding: do that before, or {ANEW}")
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in known:

@@ -16,8 +16,8 @@ from minizero.sharding import FlatParameters
 class Courier:
     """Copies between a GPU and the host's memory on a stream of its own, while the GPU computes.
 
-    What is copied is pinned, so that the CPU need not wait for it. PyTorch hands pinned memory out again when the
-    copies that use it are done.
+    Host memory that is copied is pinned, so that the CPU need not wait for the copy. PyTorch hands pinned memory out
+    again when the copies that use it are done.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -5,40 +5,19 @@ epoch, and each takes its slice of every global batch. So no sample is seen twic
 than another, and runs on 1, 2 and 4 ranks with one global batch size see the same samples in the same steps.
 
 Nothing here communicates. The ranks agree because they compute the same order, so on several machines they must also
-hold the same text: the standard library does differ between Python versions, and `Corpus.fingerprint` tells.
+hold the same text. `corpus.txt`, which comes with the package, is the same everywhere: 23 modules of Python 3.11's
+standard library, 562 kB. Of a text of your own, `Corpus.fingerprint` tells whether two machines hold the same.
 """
 
 import hashlib
-import os
 import random
-import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-
-def standard_library() -> bytes:
-    """Source of the running Python's standard library: about 12 MB, tests and installed packages left out.
-
-    Files follow one another in the order of their relative paths, so the same Python gives the same bytes anywhere.
-
-    Raises:
-        FileNotFoundError: if this Python comes without the source of its library (some embedded builds).
-    """
-    root = sysconfig.get_path("stdlib")
-    files: list[str] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]  # prunes the walk
-        files += [os.path.join(folder, name) for name in names if name.endswith(".py")]
-    if not files:
-        raise FileNotFoundError(f"no Python source under {root}: give a text file by its path instead")
-    paths = sorted(map(Path, files), key=Path.as_posix)
-    return b"\n".join(path.read_bytes() for path in paths)
+CORPUS = Path(__file__).with_name("corpus.txt")  # it comes with the package, its licence beside it
 
 
 def encode(text: str) -> Tensor:
@@ -78,7 +57,7 @@ def load_corpus(path: str | Path | None = None, *, context: int, held_out: float
     """Read a text and hold out its last part.
 
     Args:
-        path: a text file in any encoding, since tokens are bytes. None: the Python standard library.
+        path: a text file in any encoding, since tokens are bytes. None: the text that comes with the package.
         context: length T of the sequences to come; each part must give at least one, T + 1 bytes.
         held_out: fraction of the bytes to hold out, between 0 and 1.
 
@@ -90,10 +69,7 @@ def load_corpus(path: str | Path | None = None, *, context: int, held_out: float
     if not 0.0 < held_out < 1.0:
         raise ValueError(f"held_out must lie between 0 and 1, got {held_out!r}")
     _check_positive(context=context)
-    if path is None:
-        name, text = f"standard library of Python {sys.version.split()[0]}", standard_library()
-    else:
-        name, text = str(path), Path(path).read_bytes()
+    name, text = (CORPUS.name, CORPUS.read_bytes()) if path is None else (str(path), Path(path).read_bytes())
     if not text:
         raise ValueError(f"{name} is empty: there is nothing to train on")
     tail = int(len(text) * held_out)

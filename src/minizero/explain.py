@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from minizero.config_keys import DEEPSPEED, KEYS, Key
+from minizero.config_read import is_comment, shown
 from minizero.courier import Held, offloaded_states
 from minizero.memory import model_states
 
 
 def leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Key | None]]:
-    """(path, value, row of the table) of every key that is not a block; None for a key that nobody knows."""
+    """(path, value, row of the table) of every key that is not a block; None for a key that nobody knows.
+
+    A key inside of a block that is ignored has the block's row.
+    """
     for name, value in block.items():
-        key = KEYS.get(f"{path}{name}")
-        if key is not None and key.kind == "block" and isinstance(value, Mapping):
+        around = KEYS.get(path.removesuffix("."))
+        key = KEYS.get(f"{path}{name}") or (around if around is not None and around.fate == "ignored" else None)
+        if key is not None and key.kind == "block" and isinstance(value, Mapping) and key.path == f"{path}{name}":
             yield from leaves(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value, key
 
 
+def stage_of(content: Mapping[str, Any]) -> int:
+    """The stage that a file asks for; 0 as well if what stands there is no stage."""
+    zero = content.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    return int(stage) if isinstance(stage, int | float) and stage in range(4) else 0
+
+
 def key_by_key(source: str, content: Mapping[str, Any]) -> str:
     """A line for each key of a configuration: what minizero and what DeepSpeed does with it in its stage."""
-    stage = content.get("zero_optimization", {}).get("stage", 0)
+    stage = stage_of(content)
     rows = [("key", "value", "minizero", f"DeepSpeed {DEEPSPEED}, stage {stage}", "")]
     for path, value, key in leaves(content):
         whole = isinstance(value, float) and value.is_integer()
-        shown = textwrap.shorten(json.dumps(int(value) if whole else value), 24)
-        if key is None:
-            rows.append((path, shown, "refused", "-", "unknown key"))
-            continue
-        # what has a value that leaves it off asks for nothing
-        fate = "off" if key.fate == "refused" and key.is_off(value) else key.fate
-        rows.append((path, shown, fate, "reads it" if stage in key.stages else "ignores it", key.why))
+        text = shown(int(value) if whole else value, 24)
+        if is_comment(path.rpartition(".")[2]):
+            rows.append((path, text, "comment", "-", "no key"))
+        elif key is None:
+            rows.append((path, text, "refused", "-", "unknown key"))
+        else:
+            # what has a value that leaves it off asks for nothing
+            fate = "off" if key.fate == "refused" and key.is_off(value) else key.fate
+            fate = "refused" if key.path == "zero_optimization.stage" and stage == 0 else fate
+            rows.append((path, text, fate, "reads it" if stage in key.stages else "ignores it", key.why))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([f"{source}", "", *lines])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 from minizero.config import Batch, Config
 from minizero.precision import LossScaler
@@ -21,22 +20,30 @@ ELSEWHERE = {
 }
 
 
-class Facts:
+class Facts(nn.Module):
     """The part of an engine that only tells. What it has no attribute for is asked of the model."""
 
     module: nn.Module
     zero: Zero
-    optimizer: Optimizer
+    optimizer: Any  # an Optimizer; None if the model is only served
+    lr_scheduler: Any
+    training_dataloader: Any
     config: Config
     batch: Batch
+    global_steps: int
+    micro_steps: int
     _scaler: LossScaler | None
     _norm: float | None
     _step_applied: bool
+    _losses: list[Tensor]
 
     def __getattr__(self, name: str) -> Any:
         if name in ELSEWHERE:
             raise AttributeError(f"minizero's engine has no {name}(): use {ELSEWHERE[name]}")
-        if name.startswith("__") or "module" not in self.__dict__:
+        for place in ("_modules", "_parameters", "_buffers"):  # of the engine itself, as any module's
+            if name in self.__dict__.get(place, ()):
+                return self.__dict__[place][name]
+        if name.startswith("__") or "module" not in self.__dict__.get("_modules", ()):
             raise AttributeError(name)
         return getattr(self.module, name)
 
@@ -48,13 +55,16 @@ class Facts:
         """The last window's norm over all ranks, before clipping and without the loss scale; None if it was skipped."""
         return self._norm
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
     def get_lr(self) -> list[float]:
         """The rate of each group for the next step."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return [group["lr"] for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
         """`betas`, or the momentum, of each group."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
     def loss_scale(self) -> float:
         """What losses are multiplied by at present; 1 without fp16."""

@@ -6,6 +6,7 @@ shape and place of each tensor), then the bytes of the tensors. Written by hand 
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import json
 import os
@@ -15,27 +16,18 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from minizero.sending import as_bytes
+from minizero.state import SAFETENSORS_DTYPES
+
 PARTIAL = ".partial"  # ends the name of what is not complete
 CHUNK = 1 << 22
-
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @contextmanager
@@ -115,7 +107,7 @@ def tensor_header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tup
 
 def pieces_of(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, row-major, in pieces that fit a cache; no copy if it is contiguous and on the CPU."""
-    row = tensor.detach().cpu().contiguous()
+    row = as_bytes(tensor.detach().cpu())
     # not by way of numpy(), which would forbid the storage to be resized, for good
     view = memoryview((ctypes.c_ubyte * row.nbytes).from_address(row.data_ptr())).cast("B") if row.nbytes else b""
     for start in range(0, len(view), CHUNK):
@@ -143,7 +135,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """`value` as JSON can hold it; tensors in it go into `tensors`, under names that begin with `path`.
 
-    Numbers, strings, None, lists, tuples, dicts with any such keys, Counters and tensors come back as they were.
+    Numbers, strings, None, bytes, lists, tuples, dicts with any such keys, Counters and tensors come back as they were.
     Anything else raises TypeError with its path: it would need pickle, and loading a pickle runs code.
     """
     if value is None or type(value) in (bool, int, float, str):
@@ -152,13 +144,16 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         name = f"{path}#{len(tensors)}"
         tensors[name] = value.detach()
         return {"tensor": name}
-    if isinstance(value, list | tuple):
+    if type(value) in (bytes, BytesIO):
+        data = value if isinstance(value, bytes) else value.getvalue()
+        return {type(value).__name__: encode(torch.tensor(list(data), dtype=torch.uint8), path, tensors)}
+    if type(value) in (list, tuple):
         return {type(value).__name__: [encode(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
     if isinstance(value, dict) and type(value).__name__ in _DICTS:
         items = [[encode(k, f"{path}/key", tensors), encode(v, f"{path}/{k}", tensors)] for k, v in value.items()]
         return {type(value).__name__: items}
     raise TypeError(
-        f"{path} is of type {type(value).__name__}: only numbers, strings, lists, dicts and tensors are saved"
+        f"{path} is of type {type(value).__name__}: only numbers, strings, bytes, lists, dicts and tensors are saved"
     )
 
 
@@ -172,6 +167,29 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     ((kind, content),) = value.items()
     if kind == "tensor":
         return tensors[content]
+    if kind in ("bytes", "BytesIO"):
+        data = bytes(decode(content, tensors).tolist())
+        return data if kind == "bytes" else BytesIO(data)
     if kind in ("list", "tuple"):
         return [list, tuple][kind == "tuple"](decode(v, tensors) for v in content)
     return _DICTS[kind]({decode(k, tensors): decode(v, tensors) for k, v in content})
+
+
+def to_text(value: Any, path: str) -> str:
+    """`value` as JSON, its tensors too: for small ones. Raises as `encode`."""
+    tensors: dict[str, Tensor] = {}
+    encoded, inside = encode(value, path, tensors), {}
+    for name, tensor in tensors.items():
+        data = base64.b64encode(b"".join(pieces_of(tensor))).decode()
+        inside[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]
+    return json.dumps([encoded, inside])
+
+
+def from_text(text: str) -> Any:
+    """The inverse of `to_text`."""
+    encoded, inside = json.loads(text)
+    tensors = {}
+    for name, (dtype, shape, data) in inside.items():
+        flat = torch.tensor(list(base64.b64decode(data)), dtype=torch.uint8)
+        tensors[name] = flat.view(getattr(torch, dtype)).view(shape)
+    return decode(encoded, tensors)

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from minizero.ahead import Moment, Schedule
 from minizero.collectives import Exchange, launch_all_gather, on_all_ranks
+from minizero.leaving import check_unchanged, put_stand_ins, versions, with_own_memory
 from minizero.outputs import HINT, is_plain, tensors_in
 from minizero.placeholder import NotCopied
 from minizero.roll_call import RollCall
@@ -56,13 +57,10 @@ class Unit(NotCopied):
         self._group = group
         self._works: list[Work | Exchange] = []
         self._check: Callable[[], None] | None = None
+        self._modules = list(module.modules())
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {sum(f.layout.numel for f in self.flats)} parameters, {self.state})"
-
-    def versions(self) -> dict[str, int]:
-        """How often each parameter was changed in place, by name, as autograd counts it."""
-        return {n: leaf._version for flat in self.flats for n, leaf in zip(flat.names, flat.leaves, strict=True)}
 
     def unshard(self, roll_call: Callable[[], Callable[[], None]] | None = None) -> None:
         """Start the all-gather, if the unit is SHARDED."""
@@ -79,8 +77,7 @@ class Unit(NotCopied):
     def compare(self) -> None:
         """Wait for the other ranks' answers to the roll call. Raises RuntimeError if one gathers something else."""
         if self._check:
-            with on_all_ranks(f"gather unit {self.name!r}"):
-                self._check()
+            self._check()
             self._check = None
 
     def wait(self) -> None:
@@ -96,8 +93,9 @@ class Unit(NotCopied):
         self.state = State.FULL
 
     def _abandon(self) -> None:
-        """Let an all-gather end that nobody wants: it writes into memory that is about to go, and a message that is not
-        received would be taken for the next. What is wrong, if anything is, the next collective says.
+        """Wait for an all-gather that nobody needs any more, and ignore its errors.
+
+        It still writes into memory that is about to go, and the next one would take its messages for its own.
         """
         with suppress(RuntimeError):
             if self._check:
@@ -106,22 +104,27 @@ class Unit(NotCopied):
             with suppress(RuntimeError):
                 self._works.pop().wait()
 
-    def reshard(self) -> None:
-        """Free the full parameters and leave placeholders in the modules; only the shards stay."""
+    def reshard(self, leaves_memory: bool = False) -> None:
+        """Free the full parameters and leave placeholders in the modules; only the shards stay.
+
+        With `leaves_memory`, views of parameters stay valid: their memory goes when the last of them does.
+        """
         if self.state == State.SHARDED:
             return
         if self.state == State.IN_FLIGHT:
             self._abandon()
+        else:
+            put_stand_ins(self._modules, self.flats)
         for flat in self.flats:
             flat.show(flat.placeholders)
-            flat.free()
+            flat.free(leaves_memory)
         self.state = State.SHARDED
 
 
 class Gatherer(NotCopied):
     """Calls the units' verbs from module hooks: before and after each forward, and before each backward.
 
-    While a unit computes, those that `schedule` names are gathered. `units` are its units, the root first.
+    While a unit computes, the units that `schedule` returns are gathered. `units` are its units, the root first.
     `begin_backward` is called whenever a backward reaches a unit. With `frees` False (stages 1 and 2) parameters stay.
     """
 
@@ -186,23 +189,24 @@ class Gatherer(NotCopied):
         moment = Moment.RECOMPUTATION if recomputes else Moment.FORWARD if self._root_has_graph else Moment.EVALUATION
         # Without the root's forward around it, nobody would reshard a unit that was gathered ahead in vain.
         self.need(unit, moment if self._in_forward or recomputes else None)
-        unit.versions_before = unit.versions()
+        unit.versions_before = versions(unit.flats)
 
     @torch.compiler.disable
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if unit is self.units[0]:
-            self._in_forward = False
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        leaving = self.units if unit is self.units[0] else [unit]
+        self._in_forward &= leaving is not self.units
+        if self.frees and not self.holds:
+            flats = [flat for unit in leaving if unit.state == State.FULL for flat in unit.flats]
+            output = with_own_memory(output, (args, kwargs), unit.name, flats)
         if torch.is_grad_enabled():
             self._expect_backward(unit, (args, kwargs), output)
         if not in_backward():  # else it is recomputed for its own backward, which comes right now
-            for done in self.units if unit is self.units[0] else (unit,):
+            for done in leaving:
                 self.release(done)
-        for name, version in unit.versions().items():
-            if version != unit.versions_before.get(name, version) and not self.holds:
-                raise RuntimeError(
-                    f"parameter {name!r} was changed in place by the forward of unit {unit.name!r}: no other rank and "
-                    "no shard would learn of it. Change parameters inside `with zero.gathered():`"
-                )
+        before, unit.versions_before = unit.versions_before, {}  # if the next gather fails there is nothing to compare
+        if not self.holds:
+            check_unchanged(before, unit.flats, unit.name)
+        return output
 
     def _expect_backward(self, unit: Unit, inputs: Any, output: Any) -> None:
         # Gradients of the trained parameters tell when backward has left a unit. Frozen ones have none: there, and

@@ -27,11 +27,15 @@ class _Strict(BaseModel):
 
 
 class SavedParameter(_Strict):
-    """A parameter, and the dtype of each kind of element-wise value saved for it: "master", "grad", "state/exp_avg"."""
+    """A parameter, and the dtype of each kind of element-wise value saved for it: "master", "grad", "state/exp_avg".
+
+    `aliases` are its other names in the state dict, if it is tied.
+    """
 
     name: str
     shape: tuple[NonNegativeInt, ...]
     dtypes: dict[str, str]
+    aliases: list[str] = []
 
 
 class SavedFlat(_Strict):
@@ -110,7 +114,7 @@ def parse_manifest(text: str, folder: Path) -> Manifest:
     count = manifest.world * manifest.replicas
     if count != len(manifest.files) or set(manifest.files) != {file_of(i) for i in range(count)}:
         raise ValueError(f"{path}: files: must be those of {count} ranks, there are {sorted(manifest.files)[:3]} ...")
-    names = [p.name for flat in manifest.flats for p in flat.parameters]
+    names = [name for flat in manifest.flats for p in flat.parameters for name in (p.name, *p.aliases)]
     if len(names) != len(set(names)):
         raise ValueError(f"{path}: flats: a parameter is there twice")
     return manifest

@@ -31,7 +31,7 @@ class MappedFile:
     """A file of this process alone, mapped into memory, from which tensors are cut.
 
     All of it is allocated on the disk at once, so that a full disk is an error now, not a SIGBUS in the middle of a
-    step. What a run that was killed has left at `path` is replaced. The file is removed by `close()`, or when nobody
+    step. A file at `path` that a killed run left behind is replaced. The file is removed by `close()`, or when nobody
     holds this object any more, or at the end of the process.
 
     Args:
@@ -68,7 +68,7 @@ class MappedFile:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
 
     def release(self) -> None:
-        """Let go of the pages in memory. What was written is the kernel's to bring to the disk; nothing is lost."""
+        """Let go of the pages in memory. The kernel brings the written pages to the disk; nothing is lost."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ stays there is the weights that are gathered and, on their way out, gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -17,18 +17,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from minizero.attached import slices_of
 from minizero.courier import Courier
 from minizero.mapped import MappedFile, room_for
 from minizero.optimizer import check_elementwise, slice_groups
 from minizero.sharding import FlatParameters
 from minizero.zero import Zero
 
+States = dict[Tensor, dict[str, torch.dtype]]  # of each slice: name -> dtype
 
-def probe_states(optimizer: Optimizer) -> dict[Tensor, dict[str, torch.dtype]]:
+
+def probe_states(optimizer: Optimizer) -> States:
     """Which states as large as itself an optimizer will keep for each of its slices: name -> dtype.
 
-    Found by one step of another of its class, whose parameters have three elements. Raises TypeError if the step
-    changes the param groups: it is made once for each unit, and what they count would run ahead.
+    Found by one step of a second optimizer of its class, on parameters of three elements. Raises TypeError if the step
+    changes the param groups: offloading makes one step for each unit, so a counter in the groups would run ahead.
     """
 
     def settings() -> str:
@@ -61,29 +64,35 @@ class Offload:
     optimizer makes as it goes find their place at once, and one unit's new weights travel while the next is updated.
     """
 
-    def __init__(self, zero: Zero, states: dict[Tensor, dict[str, torch.dtype]], directory: str | Path | None) -> None:
-        self._zero, self._file = zero, None
+    def __init__(self, zero: Zero, states: States, directory: str | Path | None) -> None:
+        self._zero = zero
+        self._files: list[MappedFile] = []
         self._courier: Courier | None = None
+        self._places: dict[Tensor, dict[str, Tensor]] = {}  # of the states that are in files
         self.flats = [flat for flat in zero.flats if flat.requires_grad]
         masters = [(flat.layout.shard_numel, flat.master.dtype) for flat in self.flats]
-        if directory is not None:
-            others = [(piece.numel(), dtype) for piece, named in states.items() for dtype in named.values()]
-            path = Path(directory) / f"rank{dist.get_rank()}.offload"
-            self._file = self._on_all(partial(MappedFile, path, sum(room_for(*each) for each in masters + others)))
-        for flat, each in zip(self.flats, masters, strict=True):
-            flat.set_master(self._file.tensor(*each) if self._file else torch.empty(each[0], dtype=each[1]))
+        for flat, master in zip(self.flats, self.make_room(states, directory, masters), strict=True):
+            flat.set_master(master)
             flat.refresh = partial(self._refresh, flat)  # type: ignore[method-assign]
             flat.take_shard = partial(self._take_shard, flat)  # type: ignore[method-assign]
-        self._places = {
-            piece: {name: self._file.tensor(piece.numel(), dtype) for name, dtype in named.items()}
-            for piece, named in states.items()
-            if self._file
-        }
         self._updated: set[FlatParameters] = set()  # by this step, and sent to the device already
         self.after_step()
-        device = self.flats[0].full.device
-        if device.type == "cuda":
-            self.use(Courier(device))
+        if self.flats[0].full.is_cuda:
+            self.use(Courier(self.flats[0].full.device))
+
+    def make_room(self, states: States, directory: str | Path | None, masters: Sequence[Any] = ()) -> list[Tensor]:
+        """Tensors for `masters` (elements, dtype), and with a directory a file that has places for `states` too."""
+        if directory is None:
+            return [torch.empty(numel, dtype=dtype) for numel, dtype in masters]
+        sizes = [*masters, *((piece.numel(), dtype) for piece, named in states.items() for dtype in named.values())]
+        number = f"-{len(self._files)}" if self._files else ""
+        path = Path(directory) / f"rank{dist.get_rank()}{number}.offload"
+        file: MappedFile = self._on_all(partial(MappedFile, path, sum(room_for(*each) for each in sizes)))
+        self._files.append(file)
+        tensors = [file.tensor(*each) for each in masters]
+        for piece, named in states.items():
+            self._places[piece] = {name: file.tensor(piece.numel(), dtype) for name, dtype in named.items()}
+        return tensors
 
     def use(self, courier: Courier) -> None:
         """Have gradients and weights travel by `courier`."""
@@ -109,8 +118,8 @@ class Offload:
 
     def check(self) -> None:
         """Raise OSError on every rank if the file of one of them is not as it was."""
-        if self._file:
-            self._on_all(self._file.check)
+        for file in self._files:
+            self._on_all(file.check)
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
@@ -118,10 +127,10 @@ class Offload:
         whole_step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # torch wraps it to call the hooks
         params = [group["params"] for group in optimizer.param_groups]
         for flat in self.flats:
-            mine = {id(piece) for piece in flat.slices}
+            mine: set[Tensor] = set(flat.slices)
             try:
                 for group, everything in zip(optimizer.param_groups, params, strict=True):
-                    group["params"] = [p for p in everything if id(p) in mine]
+                    group["params"] = [p for p in everything if p in mine]
                 whole_step(optimizer)
             finally:
                 for group, everything in zip(optimizer.param_groups, params, strict=True):
@@ -129,8 +138,8 @@ class Offload:
             self.settle(optimizer, flat)
             flat.refresh()
             self._updated.add(flat)
-            if self._file:
-                self._file.release()
+            for file in self._files:
+                file.release()
 
     def settle(self, optimizer: Optimizer, *flats: FlatParameters) -> None:
         """Move states that the optimizer has just made, or loaded, into the file; default: of all units."""
@@ -143,12 +152,12 @@ class Offload:
                     optimizer.state[piece][name] = place.copy_(value)
 
     def close(self) -> None:
-        """Remove the file, as happens by itself when optimizer and Zero are gone. No step can be made any more."""
-        if self._file:
-            self._file.close()
+        """Remove the files, as happens by itself when nobody needs them. No step can be made any more."""
+        for file in self._files:
+            file.close()
 
     def _refresh(self, flat: FlatParameters) -> None:
-        """In place of `flat.refresh`. After a step everybody's is called, and has been done."""
+        """Replaces `flat.refresh`, which every flat gets after a step: `step` has sent these values already."""
         if flat in self._updated:
             return
         if self._courier:
@@ -186,27 +195,44 @@ def offload_optimizer(
     """`zero.optimizer(cls, groups, ...)`, with master weights and states in host memory or on disk; on all ranks.
 
     Args:
-        zero: the sharded model. Its slices move: this comes before any other optimizer of it.
+        zero: the sharded model. Its slices move: this comes before any other optimizer of it, unless that is offloaded.
         cls, groups, elementwise, options: as for `zero.optimizer`.
         directory: where each rank makes its file, which belongs to this run and goes with it; None: host memory. A
             directory on a `tmpfs` is memory.
 
-    Returns:
-        The optimizer; it trains bit for bit as without. `optimizer.offload.close()` removes the file, which otherwise
-        goes with the optimizer and `zero`.
+    Returns the optimizer; it trains bit for bit as without. `optimizer.offload.close()` removes the files of all
+    optimizers of `zero`, which otherwise go with them.
 
     Raises:
         TypeError, KeyError: as `zero.optimizer`; TypeError also for an optimizer that counts its steps in its groups.
         OSError: on all ranks, if one of them has no room for its file or may not use it. Nothing is changed then.
     """
     check_elementwise(cls, elementwise)
-    return attach_offloaded(zero, cls(slice_groups(zero.flats, groups), **options), directory)
+    return attach_offloaded(zero, cls(slice_groups(zero.flats, groups), **options), directory, elementwise=True)
 
 
-def attach_offloaded(zero: Zero, optimizer: Optimizer, directory: str | Path | None = None) -> Optimizer:
+def attach_offloaded(
+    zero: Zero, optimizer: Optimizer, directory: str | Path | None = None, *, elementwise: bool = False
+) -> Optimizer:
     """The same for an optimizer that was made on slices of `zero`, instead of `zero.attach(optimizer)`."""
-    offload = Offload(zero, probe_states(optimizer), directory)
-    zero.attach(optimizer)
+    zero.attach(optimizer, elementwise=elementwise)
+    first: Any = getattr(zero, "offload", None)  # by which the masters are away already
+    if first is not None:
+        first.make_room(probe_states(optimizer), directory)
+    offload = zero.offload = first or Offload(zero, probe_states(optimizer), directory)  # type: ignore[attr-defined]
+    add_group = optimizer.add_param_group
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        before = slices_of(optimizer)
+        add_group(param_group)
+        try:
+            states = probe_states(optimizer)
+            offload.make_room({piece: states[piece] for piece in slices_of(optimizer) - before}, directory)
+        except OSError:
+            optimizer.param_groups.pop()
+            raise
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     for piece, states in optimizer.state.items():  # Adagrad makes them in its constructor, where the slices were
         states |= {name: value.to(piece.device) for name, value in states.items() if isinstance(value, Tensor)}
     optimizer.register_load_state_dict_post_hook(offload.settle)

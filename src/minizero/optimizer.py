@@ -141,9 +141,10 @@ def check_elementwise(cls: type[Optimizer], allowed: bool) -> None:
 
 
 def check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Refuse a state whose tensors do not have the slices' shapes, before torch, which compares none, loads it.
+    """Refuse a state whose tensors do not have the slices' shapes, before torch loads it without comparing them.
 
-    A step would read past their end, or only their beginning. To be registered as a hook before `load_state_dict`.
+    A step would read past the end of such a tensor, or only its beginning. Register this as a hook before
+    `load_state_dict`.
     """
     pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -159,29 +160,35 @@ def check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def slice_groups(
     flats: Sequence[FlatParameters], groups: Iterable[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    """Param groups of this rank's slices, for `groups` of model parameters or their names; None: all that are trained.
+    """Param groups of this rank's slices, for `groups` of model parameters, their names, (name, parameter) or slices.
 
-    Every rank gets the same groups with the same number of slices. Raises KeyError for a parameter that is not there
-    or not trained.
+    None: all that are trained. Every rank gets the same groups with the same number of slices. Raises KeyError for a
+    parameter that is not there or not trained.
     """
     slices: dict[str | int, nn.Parameter] = {}
-    for flat in (flat for flat in flats if flat.requires_grad):
-        for leaf, placeholder, holders, piece in zip(
-            flat.leaves, flat.placeholders, flat.holders, flat.slices, strict=True
-        ):
-            slices |= {id(leaf): piece, id(placeholder): piece}
-            slices |= {holder.full_name: piece for holder in holders}
+    names: dict[str | int, str] = {}
+    for flat in flats:
+        members = zip(flat.leaves, flat.placeholders, flat.holders, flat.slices, flat.names, strict=True)
+        for leaf, placeholder, holders, piece, name in members:
+            keys: list[str | int] = [id(leaf), id(placeholder), id(piece), *(holder.full_name for holder in holders)]
+            names |= dict.fromkeys(keys, name)
+            slices |= dict.fromkeys(keys, piece) if flat.requires_grad else {}
     if groups is None:
         return [{"params": list(dict.fromkeys(slices.values()))}]
 
-    def find(parameter: str | nn.Parameter) -> nn.Parameter:
-        key = parameter if isinstance(parameter, str) else id(parameter)
+    def find(entry: Any) -> Any:
+        if isinstance(entry, tuple):  # torch remembers the name
+            return entry[0], find(entry[1])
+        key = entry if isinstance(entry, str) else id(entry)
         if key not in slices:
-            shown = repr(key) if isinstance(parameter, str) else f"of shape {tuple(parameter.shape)}"
+            shown = repr(names.get(key, key)) if key in names or key is entry else f"of shape {tuple(entry.shape)}"
             raise KeyError(f"parameter {shown} is not a trained parameter of the sharded model")
         return slices[key]
 
-    return [{**group, "params": [find(p) for p in group["params"]]} for group in groups]
+    def listed(params: Any) -> list[Any]:
+        return [params] if isinstance(params, str | Tensor) else list(params)
+
+    return [{**group, "params": [find(entry) for entry in listed(group["params"])]} for group in groups]
 
 
 class NonFiniteGradientError(FloatingPointError):

@@ -69,7 +69,8 @@ class Precision:
                 raise ValueError(f"keep_fp32 holds one of {names}, which are one parameter: keep both or none")
             own = Dtypes(parameter.dtype, parameter.dtype)
             low = Dtypes(self.dtype, self.reduce_dtype or self.dtype)
-            chosen[holders[0].full_name] = own if stays == {True} or not parameter.is_floating_point() else low
+            is_number = parameter.is_floating_point() and parameter.itemsize > 1  # fp8 means nothing without its scale
+            chosen[holders[0].full_name] = low if is_number and stays != {True} else own
         return chosen
 
     def attach(self, model: nn.Module) -> Iterator[RemovableHandle]:
@@ -102,8 +103,8 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 def gradients_are_finite(zero: Zero) -> bool:
     """Whether no gradient on any rank is infinite or NaN; the same answer on all ranks, which must all ask.
 
-    The rule without a loss scale, in bf16 and fp32: who clips gets NonFiniteGradientError on all ranks, who does not
-    asks here, before the step. An optimizer that steps with a NaN keeps it in its moments for ever.
+    The rule without a loss scale, in bf16 and fp32: clipping raises NonFiniteGradientError on all ranks; a program that
+    does not clip calls this before the step. An optimizer that steps with a NaN keeps it in its moments for ever.
     """
     zero.reduce()
     device = "cuda" if dist.get_backend(zero.group) == "nccl" else "cpu"

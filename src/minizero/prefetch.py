@@ -1,7 +1,7 @@
 """Chapter 23, overlap: gather ahead in the order in which units are really used, as far as a budget reaches.
 
 The verbs stay those of chapter 12; what is here decides when `unshard` is called. A guess may be wrong: then a unit was
-gathered in vain, and goes again. No value depends on it.
+gathered in vain and is freed again. No value depends on the guess.
 """
 
 from __future__ import annotations

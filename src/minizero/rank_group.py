@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import shutil
-import signal
+import keyword
+import operator
+import os
 import socket
+import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,28 +20,18 @@ from IPython.core.error import UsageError
 from IPython.display import display
 
 from minizero.rank_kernel import Failure, LiveText, Rank
+from minizero.rank_output import alike, ranks_named, together
+from minizero.rank_stop import RankError, Stop, noted_interrupts
+from minizero.rank_worker import load, save
 
 TIMEOUT = 90.0  # seconds for a cell: less than the 120 s that tools which execute notebooks allow
-_START_TIMEOUT = 60.0
-_QUIET_TIMEOUT = 10.0  # for our own requests, which no reader sees
+_START_TIMEOUT = 60.0  # seconds for all ranks together, and
+_START_EACH = 10.0  # for each: they may share one core
+_QUIET_TIMEOUT = 30.0  # for our own requests, which no reader sees
+_ROOM = 75  # bytes of the path of the folder's parent
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # where the folder goes if TMPDIR is longer
+_UNKNOWN = ["A rank knows what `%%ranks` cells made on it; `%%ranks --local` runs a cell there and in the notebook."]
 _WORKER = "__import__('minizero.rank_worker').rank_worker"
-# What is sent to the ranks still running, and when (seconds after the reason to stop). Broken connections come first: a
-# peer that waited for a failed rank then says where it waited. Interrupts are for ranks that compute or sleep.
-_STOP = [(0.0, "disconnect")]
-_STOP += [(seconds, word) for seconds in (0.5, 2.0, 4.0, 8.0, 12.0) for word in ("interrupt", "disconnect")]
-_PATIENCE = 15.0  # seconds after which a rank that has not stopped is given up
-
-
-class RankError(RuntimeError):
-    """A cell failed on at least one rank. `rank`, `name` and `message` tell the root cause."""
-
-    def __init__(self, headline: str, cause: Failure, notes: Sequence[str] = ()) -> None:
-        super().__init__("\n".join([headline, *notes]))
-        self.rank, self.name, self.message = cause.rank, cause.name, cause.message
-        self._traceback = cause.traceback
-
-    def _render_traceback_(self) -> list[str]:  # what IPython shows
-        return [*self._traceback, f"\x1b[31mRankError\x1b[39m: {self}"]
 
 
 class Ranks:
@@ -51,7 +41,7 @@ class Ranks:
         if world < 1:
             raise ValueError(f"the number of ranks must be at least 1, got {world}")
         self.world = world
-        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.folder, self._janitor = _make_folder()
         self._context: zmq.Context[Any] = zmq.Context()
         self._port = socket.socket()
         self._ranks: list[Rank] = []
@@ -65,12 +55,12 @@ class Ranks:
             raise
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + _START_TIMEOUT
+        deadline = time.monotonic() + _START_TIMEOUT + _START_EACH * self.world
         for rank in self._ranks:
             while not rank.answers():
                 if not rank.alive or time.monotonic() > deadline:
                     raise RuntimeError(f"rank {rank.rank} did not start: {rank.last_words}")
-        self._quietly("pass", self._ranks, _START_TIMEOUT)
+        self._quietly(dict.fromkeys(self._ranks, "pass"), _START_TIMEOUT)
         for rank in self._ranks:
             if rank.busy or rank.failure:
                 raise RuntimeError(f"rank {rank.rank} did not start: {rank.failure or rank.last_words}")
@@ -90,7 +80,7 @@ class Ranks:
         self._ranks = []
         self._port.close()
         self._context.destroy(linger=0)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._janitor.communicate(b"\n")
 
     def run(self, code: str, ranks: Sequence[int] | None = None, timeout: float = TIMEOUT) -> None:
         """Run `code` on `ranks` (default: all), showing their output as it comes, in rank order.
@@ -106,36 +96,52 @@ class Ranks:
         text = LiveText()
         stop = self._wait(chosen, timeout, text)
         if stop is None and any(rank.failure for rank in chosen):
-            stop = _Stop([], "")
-        text.show(self._text(chosen), final=True)
-        for rank in chosen:
-            for bundle in rank.output.rich:
-                display({"text/plain": f"rank {rank.rank}:"}, raw=True)
+            stop = Stop([], "")
+        text.show(together([(rank.rank, rank.output.lines) for rank in chosen]), final=True)
+        for ranks_alike, bundles in alike([(rank.rank, rank.output.rich) for rank in chosen if rank.output.rich]):
+            for bundle in bundles:
+                display({"text/plain": f"{ranks_named(ranks_alike)}:"}, raw=True)
                 display(bundle, raw=True)
         if stop is not None:
             error = stop.error(chosen)
-            self._quietly(f"{_WORKER}.close_process_group()")
+            self._quietly(self._all_free(f"{_WORKER}.close_process_group()"))
             raise error
 
     def pull(self, expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """Values of `expression` on `ranks` (default: all); see `minizero.ranks.pull`."""
-        import torch  # only the notebooks that pull need it in this process
-
         compile(expression, "pull", "eval")
         chosen = self._choose(ranks)
-        self._quietly(f"{_WORKER}.save(({expression}), {str(self.folder)!r})", chosen, TIMEOUT)
-        for rank in chosen:
+        files = {rank: str(self.folder / f"{rank.rank}.pt") for rank in chosen}
+        self._carry({rank: f"{_WORKER}.save(({expression}), {file!r})" for rank, file in files.items()}, expression)
+        return [load(file) for file in files.values()]
+
+    def push(self, name: str, value: Any, ranks: Sequence[int] | None = None) -> None:
+        """Make `name` a copy of `value` on `ranks` (default: all); see `minizero.ranks.push`."""
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise UsageError(f"push gives a value a name: push('rate', 0.1); {name!r} is no name")
+        chosen = self._choose(ranks)
+        file = str(self.folder / "pushed.pt")
+        save(value, file)
+        self._carry(dict.fromkeys(chosen, f"{name} = {_WORKER}.load({file!r})"), name, "push", "to")
+
+    def _carry(self, codes: dict[Rank, str], what: str, verb: str = "pull", way: str = "from") -> None:
+        """Run on each rank its code, unseen; RankError tells of the first that fails."""
+        self._quietly(codes, TIMEOUT)
+        for rank in codes:
             if rank.busy or rank.failure:
-                failure = rank.failure or Failure(rank.rank, "TimeoutError", f"no answer within {TIMEOUT:g} s", [], 0.0)
-                raise RankError(f"cannot pull {expression!r} from {failure}", replace(failure, traceback=[]))
-        files = [self.folder / f"{rank.rank}.pt" for rank in chosen]
-        return [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+                failure = rank.failure or Failure(rank.rank, "TimeoutError", f"no answer within {TIMEOUT:g} s", 0.0)
+                hint = _UNKNOWN if failure.name == "NameError" else []
+                raise RankError(f"cannot {verb} {what!r} {way} {failure}", replace(failure, traceback=[]), hint)
 
     def _choose(self, ranks: Sequence[int] | None) -> list[Rank]:
-        for number in ranks or ():
+        try:
+            numbers = None if ranks is None else [operator.index(number) for number in ranks]
+        except TypeError:
+            raise UsageError(f"ranks are a list of their numbers, as in [0, 2], not {ranks!r}") from None
+        for number in numbers or ():
             if not 0 <= number < self.world:
                 raise UsageError(f"there is no rank {number}: the ranks are 0 to {self.world - 1}")
-        chosen = [rank for rank in self._ranks if ranks is None or rank.rank in ranks]
+        chosen = [rank for rank in self._ranks if numbers is None or rank.rank in numbers]
         for rank in chosen:
             rank.receive()
             if not rank.alive or rank.busy:
@@ -152,16 +158,20 @@ class Ranks:
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind(("127.0.0.1", 0))
-        self._quietly(f"__import__('os').environ['MASTER_PORT'] = '{self._port.getsockname()[1]}'")
+        port = self._port.getsockname()[1]
+        self._quietly(self._all_free(f"__import__('os').environ['MASTER_PORT'] = '{port}'"))
 
-    def _quietly(self, code: str, ranks: list[Rank] | None = None, timeout: float = _QUIET_TIMEOUT) -> None:
-        """Run `code` on `ranks` (default: all that are free), unseen. Failures are left in the ranks."""
-        ranks = [rank for rank in self._ranks if rank.alive and not rank.busy] if ranks is None else ranks
-        for rank in ranks:
+    def _quietly(self, codes: dict[Rank, str], timeout: float = _QUIET_TIMEOUT) -> None:
+        """Run on each rank its code, unseen. Failures are left in the ranks."""
+        for rank, code in codes.items():
             rank.start(code, silent=True)
-        self._wait(ranks, timeout, None)
+        self._wait(list(codes), timeout, None)
 
-    def _wait(self, ranks: list[Rank], timeout: float, text: LiveText | None) -> _Stop | None:
+    def _all_free(self, code: str) -> dict[Rank, str]:
+        """The same code for all ranks that can run it now."""
+        return {rank: code for rank in self._ranks if rank.alive and not rank.busy}
+
+    def _wait(self, ranks: list[Rank], timeout: float, text: LiveText | None) -> Stop | None:
         """Wait until all have answered or been stopped. Returns how they were stopped, if so.
 
         Without `text` nothing is shown, and a failure on one rank is no reason to stop the others.
@@ -169,81 +179,35 @@ class Ranks:
         poller, deadline, stop = zmq.Poller(), time.monotonic() + timeout, None
         for channel in (channel for rank in ranks for channel in rank.sockets):
             poller.register(channel, zmq.POLLIN)
-        with _noted_interrupts() as interrupts:
+        with noted_interrupts() as interrupts:
             while running := [rank for rank in ranks if rank.busy]:
                 poller.poll(100)
                 for rank in ranks:
                     rank.receive()
                 if text is not None:
-                    text.show(self._text(ranks))
+                    text.show(together([(rank.rank, rank.output.lines) for rank in ranks], live=True))
                 if stop is None:
                     late = f"no answer within {timeout:g} s" if time.monotonic() > deadline else ""
                     failed = text is not None and any(rank.failure and rank.failure.urgent for rank in ranks)
                     if failed or interrupts or late:
-                        stop = _Stop(running, "" if failed else "interrupted" if interrupts else late)
+                        stop = Stop(running, "" if failed else "interrupted" if interrupts else late)
                 elif len(interrupts) > 1 or not stop.go_on():
                     break
         return stop
 
-    def _text(self, ranks: list[Rank]) -> str:
-        width = len(str(self.world - 1))
-        return "\n".join(f"[{rank.rank:{width}}] {line}".rstrip() for rank in ranks for line in rank.output.lines)
 
+def _make_folder() -> tuple[Path, subprocess.Popen[bytes]]:
+    """A new folder, and a process that removes it: when it reads a line, or when this process ends, however that comes.
 
-class _Stop:
-    """Stops the ranks that are still running, by and by. `reason` is empty if the reason is that a rank failed."""
-
-    def __init__(self, running: list[Rank], reason: str) -> None:
-        self.running, self.reason = running, reason
-        self._since, self._steps = time.monotonic(), _STOP.copy()
-        self.go_on()
-
-    def go_on(self) -> bool:
-        """Do what is due by now. False once there is nothing left to try."""
-        elapsed = time.monotonic() - self._since
-        while self._steps and elapsed >= self._steps[0][0]:
-            word = self._steps.pop(0)[1]
-            for rank in self.running:
-                if rank.busy:
-                    rank.command(word)
-        return elapsed < _PATIENCE
-
-    def error(self, ranks: list[Rank]) -> RankError:
-        """What to raise: the root cause, then what became of the other ranks and what can be done."""
-        failures = [rank.failure for rank in ranks if rank.failure is not None]
-        failures.sort(key=lambda failure: (failure.name != "Died", failure.follows, failure.when))
-        notes = [f"rank {rank.rank} did not stop" for rank in ranks if rank.busy]
-        if self.reason:
-            names = ", ".join(str(rank.rank) for rank in self.running)
-            headline = f"{self.reason}: rank {names}"
-            name = "KeyboardInterrupt" if self.reason == "interrupted" else "TimeoutError"
-            cause = Failure(self.running[0].rank, name, self.reason, [], self._since)
-        else:
-            cause, *others = failures
-            headline = str(cause)
-            if len(failures) == len(ranks) > 1 and all(failure.like(cause) for failure in others):
-                cause = min(failures, key=lambda failure: failure.rank)
-                headline, others = f"every rank: {cause.name}: {cause.message}", []
-            failures = others
-        for failure in sorted(failures, key=lambda failure: failure.rank):
-            place = f"rank {failure.rank} was stopped at {failure.place}"
-            notes.append(place if failure.follows else f"also {failure}")
-        if any(rank.busy or not rank.alive for rank in ranks):
-            notes.append("`%ranks restart` starts all ranks anew.")
-        else:
-            notes.append("Variables are kept; process groups have been closed.")
-        return RankError(headline, cause, notes)
-
-
-@contextlib.contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
-    """Note interrupts in a list instead of raising: an exception between two messages would lose one."""
-    interrupts: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
-        yield interrupts
-        return
-    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    The path of a socket in it has room for some hundred bytes; a long TMPDIR does not fit.
+    """
+    parents = [parent for parent in (tempfile.gettempdir(), *_SHORT) if len(os.fsencode(parent)) <= _ROOM]
+    usable = [parent for parent in parents if os.access(parent, os.W_OK | os.X_OK)]
+    if not usable:
+        raise RuntimeError(f"ranks need a writable folder with a path of at most {_ROOM} bytes: set TMPDIR to one")
+    folder = tempfile.mkdtemp(prefix="ranks-", dir=usable[0])
+    remove = 'read line; rm -rf "$0" || { sleep 1; rm -rf "$0"; }'  # again if a dying rank has written meanwhile
+    janitor = subprocess.Popen(
+        ["sh", "-c", remove, folder], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    return Path(folder), janitor

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,13 @@ from IPython.display import DisplayHandle, display
 from jupyter_client.connect import write_connection_file
 from jupyter_client.session import Session
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+from minizero.rank_output import Screen, Shown
+
 # how torch.distributed says that a peer has gone
 _PEER_GONE = re.compile(r"Connection (was likely )?(closed|reset|refused)|Broken pipe|NCCL communicator was aborted")
 _WAIT_FOR_CAUSE = 3.0  # seconds
+_LAST_WORDS = 20  # lines of what a process wrote before it died
+_BROWSER = 50_000  # characters a second that a running cell may send to the browser
 
 
 @dataclass
@@ -35,8 +38,9 @@ class Failure:
     rank: int
     name: str  # of the exception's class, or "Died"
     message: str
-    traceback: list[str]  # lines as IPython shows them, without the frames of libraries
     when: float  # seconds since the epoch, by the rank's own clock
+    place: str = ""  # the innermost line of the reader's own code
+    traceback: list[str] = field(default_factory=list)  # lines to show, without the message
 
     @property
     def follows(self) -> bool:
@@ -48,63 +52,18 @@ class Failure:
         """Whether to stop the other ranks now. What seems to follow from something waits a moment for its cause."""
         return not self.follows or time.time() > self.when + _WAIT_FOR_CAUSE
 
-    @property
-    def place(self) -> str:
-        """The innermost line of the reader's own code, for example "line 3: dist.barrier()"."""
-        arrows = re.findall(r"^-+> *(\d+) +(.*)$", _ANSI.sub("", "\n".join(self.traceback)), re.MULTILINE)
-        return f"line {arrows[-1][0]}: {arrows[-1][1].strip()}" if arrows else "a place it did not tell"
-
     def like(self, other: Failure) -> bool:
         """Whether both are the same error."""
-        return (self.name, self.message) == (other.name, other.message)
+        return self.words == other.words
+
+    @property
+    def words(self) -> str:
+        """Name and message, without the rank's own number, with which many a message begins."""
+        message = self.message.removeprefix(f"rank {self.rank} ")
+        return f"{self.name}: {message}" if message else self.name
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.name}: {self.message}"
-
-
-class Output:
-    """What one rank shows in a cell: text, and rich displays (figures, tables) as bundles of MIME types."""
-
-    def __init__(self) -> None:
-        self._items: list[tuple[str | None, dict[str, Any]]] = []  # (display id, bundle)
-        self._clear_first = False
-
-    def take(self, kind: str, content: dict[str, Any]) -> None:
-        """Take in one message of the kernel's output channel."""
-        if kind == "clear_output":
-            self._clear_first = True
-            if not content.get("wait"):
-                self._clear()
-        elif kind == "stream":
-            self._clear()
-            self._items.append((None, {"text/plain": content["text"]}))
-        elif kind in ("display_data", "execute_result", "update_display_data"):
-            self._clear()
-            # a widget lives in the rank, where no browser can reach it: its text must do
-            bundle = {mime: data for mime, data in content["data"].items() if "widget" not in mime}
-            key = content.get("transient", {}).get("display_id")
-            if set(bundle) == {"text/plain"}:
-                bundle["text/plain"] = f"{bundle['text/plain']}\n"
-            if kind == "update_display_data":
-                self._items = [(k, bundle if k == key else b) for k, b in self._items]
-            else:
-                self._items.append((key, bundle))
-
-    def _clear(self) -> None:
-        if self._clear_first:
-            self._items, self._clear_first = [], False
-
-    @property
-    def lines(self) -> list[str]:
-        """All text, as a terminal would show it: a carriage return writes a line (a progress bar) anew."""
-        text = "".join(bundle["text/plain"] for _, bundle in self._items if set(bundle) == {"text/plain"})
-        lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
-        return [line.rstrip("\r").rsplit("\r", 1)[-1] for line in lines]
-
-    @property
-    def rich(self) -> list[dict[str, Any]]:
-        """The bundles that are more than text."""
-        return [bundle for _, bundle in self._items if set(bundle) > {"text/plain"}]
+        return f"rank {self.rank}: {self.words}"
 
 
 class LiveText:
@@ -122,7 +81,7 @@ class LiveText:
             self._handle = display({"text/plain": text}, raw=True, display_id=True)
         else:
             self._handle.update({"text/plain": text}, raw=True)
-        self._shown, self._next_update = text, time.monotonic() + 0.2
+        self._shown, self._next_update = text, time.monotonic() + 0.2 + len(text) / _BROWSER
 
 
 class Rank:
@@ -130,7 +89,7 @@ class Rank:
 
     def __init__(self, rank: int, world: int, folder: str, context: zmq.Context[Any]) -> None:
         self.rank = rank
-        self.output = Output()
+        self.output = Shown()
         self.failure: Failure | None = None
         self._request = ""
         self._missing: set[str] = set()  # what the request still lacks: "reply", "idle"
@@ -143,10 +102,11 @@ class Rank:
         self._iopub.connect(f"ipc://{address}-{info['iopub_port']}")
         self.sockets = (self._iopub, self._shell)
         self._log = Path(f"{address}.log")
-        with self._log.open("wb") as log:
+        self._heard = 0  # bytes of the log that are older than the request
+        with self._log.open("ab") as log:  # to append, as the rank cuts it off when it is long
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from minizero.rank_worker import main; main()", "-f", file],
-                env=os.environ | torchrun_environment(rank, world),
+                [sys.executable, "-c", "from minizero.rank_worker import main; main()", file],
+                env=os.environ | torchrun_environment(rank, world) | {"IPYTHONDIR": f"{folder}/ipython"},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -171,48 +131,49 @@ class Rank:
 
     def start(self, code: str, silent: bool = False) -> None:
         """Send code to the kernel; `receive` brings what comes of it."""
-        content = {"code": code, "silent": silent, "store_history": not silent, "user_expressions": {}}
+        content = {"code": code, "silent": silent, "store_history": False, "user_expressions": {}}
         content |= {"allow_stdin": False, "stop_on_error": False}
         message = self._session.msg("execute_request", content)
+        self._heard = self._log.stat().st_size
         self._session.send(self._shell, message)
         self._request = message["header"]["msg_id"]
-        self._missing, self.failure, self.output = {"reply", "idle"}, None, Output()
+        self._missing, self.failure, self.output = {"reply", "idle"}, None, Shown()
 
     def receive(self) -> None:
         """Take in the messages that are there, and notice a process that has ended."""
         ended = not self.alive
-        for channel in self.sockets:
+        for channel in self.sockets:  # not endless: a rank sends ten messages a second at most
             while (message := self._session.recv(channel, zmq.NOBLOCK)[1]) is not None:
                 if message["parent_header"].get("msg_id") == self._request:  # not one of an earlier cell's threads
                     self._take(message["header"], message["content"])
         if ended and self.busy:
             self._missing.clear()
-            self.failure = Failure(self.rank, "Died", self.last_words, [], time.time())
+            self.failure = Failure(self.rank, "Died", self.last_words, time.time())
 
     def _take(self, header: dict[str, Any], content: dict[str, Any]) -> None:
         kind = header["msg_type"]
         if kind == "execute_reply":
             self._missing.discard("reply")
             if content["status"] != "ok":
-                # the rank counts its cells on its own: that number would mean nothing in the notebook
-                traceback = [re.sub(r"In\[\d+\]", f"on rank {self.rank}", line) for line in content["traceback"]]
-                when = header["date"].timestamp()
-                self.failure = Failure(self.rank, content["ename"], content["evalue"], traceback, when)
+                told = content.get("error") or {"name": content["ename"], "message": content["evalue"]}
+                self.failure = Failure(self.rank, when=header["date"].timestamp(), **told)
         elif kind == "status" and content["execution_state"] == "idle":
             self._missing.discard("idle")
-        else:
-            self.output.take(kind, content)
+        elif kind == "shown":
+            self.output = Shown(content["lines"], content.get("rich", self.output.rich))
 
     @property
     def last_words(self) -> str:
-        """How the process ended, and the end of what it wrote outside of cells."""
+        """How the process ended, and the end of what it wrote and did not show."""
         code = self.process.returncode
         if code is None:
             how = "does not answer"
         else:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        log = self._log.read_text(errors="replace").strip()[-2000:]
-        return f"the process {how}" + (f"\n{log}" if log else "")
+        with self._log.open("rb") as file:
+            file.seek(self._heard if self._heard <= file.seek(0, os.SEEK_END) else 0)
+            log = Screen(file.read(1 << 20).decode(errors="replace")).lines[-_LAST_WORDS:]
+        return "\n".join([f"the process {how}", *(line for line in log if line not in self.output.lines)])
 
     def command(self, word: str) -> None:
         """Tell the thread beside the cell to "disconnect" or to "interrupt" (see rank_worker)."""

@@ -13,34 +13,25 @@ import pickle
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterator
-from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Any
+from types import CodeType
+from typing import Any
 
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Be a Jupyter kernel whose life is tied to the notebook's; the command line is ipykernel's."""
+    """Be a Jupyter kernel whose life is tied to the notebook's; the only argument is its connection file."""
     if sys.platform == "linux":  # the only way to die with a parent while C code holds the interpreter
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     commands = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a program that a cell starts must not read our commands
     threading.Thread(target=_obey, args=(commands,), daemon=True).start()
-    from ipykernel.kernelapp import IPKernelApp  # seconds: not before the above
+    from minizero.rank_shell import make_app  # seconds: not before the above
 
-    app = IPKernelApp.instance()
-    app.initialize()
-    assert app.shell is not None
-    app.shell.set_custom_exc((BaseException,), _show_traceback)
-    app.start()
+    make_app(sys.argv[1]).start()
 
 
 def _obey(commands: int) -> None:
@@ -59,9 +50,9 @@ def _interrupt() -> None:
     """Raise KeyboardInterrupt in the cell; if it is importing, then after that: torch cannot be imported half."""
     while any(code.co_filename.startswith("<frozen importlib") for code in _code_on_stack()):
         time.sleep(0.05)
-    stack = list(_code_on_stack())
-    # between cells, and where a cell's error is being shown, an interrupt would lose the kernel's reply
-    if any(code.co_name == "run_code" for code in stack) and _show_traceback.__code__ not in stack:
+    stack = {code.co_name for code in _code_on_stack()}
+    # between cells, and where a cell's error is told, an interrupt would lose the kernel's reply; __str__ may hang
+    if "run_code" in stack and ("tell_error" not in stack or "message_of" in stack):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
@@ -133,43 +124,28 @@ def close_process_group() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
-def save(value: Any, folder: str) -> None:
-    """Write `value` for `minizero.ranks.pull`; tensors as copies, since a view would take its whole storage along."""
+def save(value: Any, path: str) -> None:
+    """Write `value` for the other side of `pull` or `push`; tensors as copies: a view would bring its whole storage."""
     import torch
-    from torch.utils._pytree import tree_map_only
+    from torch.utils._pytree import tree_map
 
-    path = f"{folder}/{os.environ['RANK']}.pt"
-    torch.save(tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value), path)
+    torch.save(tree_map(_plain, value), path)
     try:
         torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
-        what = "only tensors, numbers, strings, and lists, tuples and dicts of them can be pulled"
+        what = "only tensors, numbers, strings, and lists, tuples and dicts of them can be pulled or pushed"
         raise TypeError(f"{what}, not this {type(value).__name__}") from error
 
 
-def _show_traceback(
-    shell: InteractiveShell, kind: type[BaseException], error: BaseException, tb: TracebackType, tb_offset: int | None
-) -> list[str]:
-    """Show an exception as IPython does, without the frames of installed libraries, in it and in its causes."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        link.__traceback__ = _readers_frames(link.__traceback__)
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    shell.showtraceback((kind, error, error.__traceback__), tb_offset=0)
-    return []
+def load(path: str) -> Any:
+    """Read what `save` wrote; tensors arrive on the CPU."""
+    import torch
+
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _readers_frames(tb: TracebackType | None) -> TracebackType | None:
-    frames = []
-    here = tb
-    while here is not None:
-        file = here.tb_frame.f_code.co_filename
-        if not file.startswith((*_LIBRARIES, "<frozen")):
-            frames.append(here)
-        here = here.tb_next
-    kept: TracebackType | None = None
-    for here in reversed(frames):
-        kept = TracebackType(kept, here.tb_frame, here.tb_lasti, here.tb_lineno)
-    return kept or tb  # an error raised by a library alone keeps all it has
+def _plain(leaf: Any) -> Any:
+    torch, numpy = sys.modules["torch"], sys.modules.get("numpy")
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().cpu().clone()
+    return leaf.item() if numpy is not None and isinstance(leaf, numpy.generic) else leaf

@@ -7,8 +7,10 @@ cell is the code of a script:
     %ranks 4                           start 4 ranks; again: keep them. Also %ranks stop, %ranks restart
     %%ranks                            run the cell on all of them; also %%ranks [0,2] --timeout 30 --local
     losses = pull("losses")            the value of an expression on each rank, brought to the notebook
+    push("rate", 0.1)                  a value of the notebook, brought to each rank
 
-`rank_group` has the group of ranks, `rank_kernel` one rank as seen from here, `rank_worker` what runs inside it.
+`rank_group` has the group of ranks, `rank_stop` how a cell that fails is ended, `rank_kernel` one rank as seen from
+here; `rank_worker` and `rank_shell` run inside it; `rank_output` and `rank_errors` are what is shown.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import MagicArgumentParser
 
-from minizero.rank_group import TIMEOUT, RankError, Ranks
+from minizero.rank_errors import report, wrapped
+from minizero.rank_group import TIMEOUT, Ranks
+from minizero.rank_stop import RankError
 
-__all__ = ["RankError", "Ranks", "load_ipython_extension", "pull", "unload_ipython_extension"]
+__all__ = ["RankError", "Ranks", "load_ipython_extension", "pull", "push", "unload_ipython_extension"]
 
 
 @magics_class
@@ -88,22 +92,41 @@ class RankMagics(Magics):
         assert self.shell is not None
         code = self.shell.transform_cell(cell)
         name = self.shell.compile.cache(code, raw_code=cell)  # so that tracebacks show its lines
-        exec(compile(code, name, "exec"), self.shell.user_ns)
+        try:
+            exec(compile(code, name, "exec"), self.shell.user_ns)
+        except Exception as error:
+            told = report(error, "Cell in the notebook")
+            lines = [*told.traceback, *wrapped(f"{told.name}: {told.message}")]
+            error._render_traceback_ = lambda: lines  # type: ignore[attr-defined] # what IPython shows
+            raise
 
 
 def pull(expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
-    """The value of `expression` on each of `ranks` (default: all), in rank order, copied into the notebook.
+    """The value of `expression` on each of `ranks` (a list; default: all), in rank order, copied into the notebook.
 
     The value may be a tensor (it arrives on the CPU), a number, a string, or lists, tuples and dicts of those; nothing
     else is let through, so that no code travels. The expression must not communicate with other ranks. If it fails on
     a rank, RankError says which; process groups stay as they are.
     """
+    values: list[Any] = _running("pull").pull(expression, ranks)
+    return values
+
+
+def push(name: str, value: Any, ranks: Sequence[int] | None = None) -> None:
+    """Make `name` a copy of `value` on each of `ranks` (a list; default: all).
+
+    The value may be what `pull` brings; another one raises TypeError before anything is sent.
+    """
+    _running("push").push(name, value, ranks)
+
+
+def _running(verb: str) -> Ranks:
     shell = get_ipython()
     magics = shell.magics_manager.registry.get("RankMagics") if shell is not None else None
     if magics is None:
-        raise UsageError("pull needs ranks: `%load_ext minizero.ranks`, then `%ranks 4`")
-    values: list[Any] = magics.group.pull(expression, ranks)
-    return values
+        raise UsageError(f"{verb} needs ranks: `%load_ext minizero.ranks`, then `%ranks 4`")
+    group: Ranks = magics.group
+    return group
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

@@ -14,10 +14,11 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.optim import Optimizer
 
-from minizero.files import SAFETENSORS_DTYPES, check_plain, checksum, decode
+from minizero.files import check_plain, checksum, decode
 from minizero.manifest import Manifest, dtype_of, file_of, moves, parse_manifest
+from minizero.sending import fill
 from minizero.snapshot import Ranks, group_names, set_random_states
-from minizero.whole import persistent_buffers
+from minizero.state import SAFETENSORS_DTYPES, extra_states, persistent_buffers, tell_loaded
 from minizero.zero import Zero
 
 # Options that learning rate schedulers write into the groups, when they are made.
@@ -91,6 +92,9 @@ class Reading:
             )
             if theirs != ours:
                 raise ValueError(f"{name!r} is {theirs} in the file, and {ours} in the model")
+        for key in sorted(self.rest["modules"].keys() ^ extra_states(self.zero.model).keys()):
+            where = "file" if key in self.rest["modules"] else "model"
+            raise ValueError(f"extra state {key!r} is in the {where} only")
 
     def _check_groups(self, optimizer: Optimizer) -> None:
         saved, here = self.manifest.groups, group_names(self.zero, optimizer)
@@ -123,7 +127,8 @@ class Reading:
                 for move in group:
                     targets[move.name, move.kind][move.target] = file.get_slice(move.key)[move.part]
         for name, buffer in persistent_buffers(self.zero.model).items():
-            buffer.copy_(self.tensors[f"buffer/{name}"])
+            fill(buffer, self.tensors[f"buffer/{name}"])
+        tell_loaded(self.zero.model, self.rest["modules"])
         if self.optimizer is not None:
             for ours, theirs in zip(self.optimizer.param_groups, self.rest["options"], strict=True):
                 ours.update(theirs)  # the dict stays: schedulers hold it
@@ -163,7 +168,8 @@ def read_rest(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         # copies: what the library returns keeps the file open, and changes with it
         tensors = {n: file.get_tensor(n).clone() for n in file.keys() if n.startswith(("buffer/", "rest/"))}  # noqa: SIM118
         rest = decode(json.loads(file.metadata()["minizero"]), tensors)
+    rest.setdefault("modules", {})  # minizero before there were any
     kinds = {key: type(value) for key, value in rest.items() if key != "extra"}
-    if "extra" not in rest or kinds != {"random": dict, "states": dict, "options": list}:
+    if "extra" not in rest or kinds != {"random": dict, "states": dict, "options": list, "modules": dict}:
         raise ValueError("the metadata are not minizero's")
     return tensors, rest

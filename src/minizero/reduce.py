@@ -6,7 +6,7 @@ reduce-scatter; when that lands, this rank has the mean over ranks of its own sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from weakref import ref
@@ -21,33 +21,7 @@ from minizero.collectives import ReduceScatter, on_all_ranks
 from minizero.gather import State, Unit
 from minizero.placeholder import NotCopied
 from minizero.sharding import FlatParameters
-
-
-class Spares:
-    """Buffers that one unit's reduction has left and the next one's can use, instead of asking for new memory.
-
-    A reduction needs two. When more come back, as from units that all waited for the step, those are freed at once.
-    `clear()` at the end returns the rest: between steps nothing is kept.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-
-    def take(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor like `like`, of its own dtype or another; its values are whatever was in it."""
-        buffers = self._buffers.get((like.shape, dtype or like.dtype))
-        return buffers.pop() if buffers else torch.empty_like(like, dtype=dtype)
-
-    def give(self, buffers: Sequence[Tensor]) -> None:
-        """Keep `buffers` for the next `take`; nobody reads them any more."""
-        for buffer in buffers:
-            kept = self._buffers.setdefault((buffer.shape, buffer.dtype), [])
-            if len(kept) < 2:
-                kept.append(buffer)
-
-    def clear(self) -> None:
-        """Free all of them."""
-        self._buffers.clear()
+from minizero.spares import Spares
 
 
 class Bucket(NotCopied):
@@ -62,6 +36,7 @@ class Bucket(NotCopied):
         self._gradients: Tensor | None = None
         self.collected: set[int] = set()  # since the last launch
         self.missing: set[int] = set()  # in this pass over the unit; reentrant checkpointing makes several
+        self.forgotten: set[int] = set()  # on all ranks alike, since the last backward: for them nothing lands
         self._flights: list[ReduceScatter] = []
         self.expect_all()
 
@@ -101,7 +76,7 @@ class Bucket(NotCopied):
         self.drop()
 
     def wait(self) -> Tensor:
-        """Wait for this rank's shard of the sum (shard_numel elements), which then is on its way no more."""
+        """Wait for the oldest reduction in flight; return this rank's shard of its sum (shard_numel elements)."""
         flight = self._flights.pop(0)
         total = flight.land()
         self._spares.give(flight.buffers)
@@ -112,13 +87,23 @@ class Bucket(NotCopied):
         total = self.wait()
         if replicas is not None:
             dist.all_reduce(total, group=replicas)
+        without = [piece for piece in map(self.flat.slices.__getitem__, self.forgotten) if piece.grad is None]
         self.flat.add_gradient(total.div_(divisor))
+        for piece in without:
+            piece.grad = None
 
     def drop(self) -> None:
         """Forget what was collected."""
         self._gradients = None
         self.collected.clear()
         self.expect_all()
+
+    def forget(self, slices: set[Tensor]) -> None:
+        """Forget what was collected for the parameters of these slices, until a backward brings more."""
+        self.forgotten.update(index for index, piece in enumerate(self.flat.slices) if piece in slices)
+        self.collected -= self.forgotten
+        if not self.collected:
+            self.drop()
 
 
 class Reducer(NotCopied):
@@ -151,7 +136,7 @@ class Reducer(NotCopied):
         self._divisor = dist.get_world_size(group) * (dist.get_world_size(replicas) if replicas else 1)
         self._complete: set[Unit] = set()
         self._launched = 0  # how many units of the order this backward has launched
-        self._flying: list[Unit] = []
+        self.flying: list[Unit] = []
 
     def attach(self) -> Iterator[RemovableHandle]:
         """Hear of each gradient when autograd has accumulated it."""
@@ -191,12 +176,12 @@ class Reducer(NotCopied):
     def _launch(self, unit: Unit) -> None:
         for bucket in self._buckets[unit]:
             bucket.launch(self._group)
-        self._flying.append(unit)
-        while len(self._flying) > 1:  # one in flight hides behind backward; more would only hold memory
+        self.flying.append(unit)
+        while len(self.flying) > 1:  # one in flight hides behind backward; more would only hold memory
             self._land_first()
 
     def _land_first(self) -> None:
-        unit = self._flying.pop(0)
+        unit = self.flying.pop(0)
         with on_all_ranks(f"reduce unit {unit.name!r}"):
             for bucket in self._buckets[unit]:
                 bucket.land(self._divisor, self._replicas)
@@ -204,7 +189,7 @@ class Reducer(NotCopied):
     def finish(self) -> None:
         """End of backward: reduce what is left, or, while gradients are held back, expect all of them again."""
         if self.holds:
-            for bucket in self._all_buckets():
+            for bucket in self.buckets():
                 bucket.expect_all()
         else:
             self.reduce_all()
@@ -217,30 +202,46 @@ class Reducer(NotCopied):
         for unit in self._order:
             if any(bucket.collected for bucket in self._buckets[unit]):
                 self._launch(unit)
-        while self._flying:
+        while self.flying:
             self._land_first()
         self._complete.clear()
         self._launched = 0
         self._spares.clear()
 
+    def begin(self) -> None:
+        """A backward begins: gradients of all parameters are to come."""
+        for bucket in self.buckets():
+            bucket.forgotten.clear()
+
+    def has_forgotten(self, slices: Collection[Tensor]) -> bool:
+        """Whether none of these slices is to get anything from what is here; the same answer on all ranks."""
+        known = {bucket.flat.slices[index] for bucket in self.buckets() for index in bucket.forgotten}
+        return known.issuperset(slices)
+
     def waiting(self) -> list[Tensor]:
         """The gradients in the buckets, which no rank has reduced yet: flat, padded_numel elements each."""
-        return [bucket._gradients for bucket in self._all_buckets() if bucket._gradients is not None]
+        return [bucket._gradients for bucket in self.buckets() if bucket._gradients is not None]
 
     def drop(self) -> None:
-        """Forget every gradient that has not become a shard: those in buckets and those on the parameters."""
-        for bucket in (bucket for unit in self._flying for bucket in self._buckets[unit]):
+        """Wait for what is on its way and throw it away, and what has begun to leave: a backward that raised."""
+        for bucket in (bucket for unit in self.flying for bucket in self._buckets[unit]):
             with suppress(RuntimeError):  # a message that nobody receives would be taken for the next
                 bucket.wait()
-        self._flying.clear()
+        self.flying.clear()
         self._complete.clear()
         self._launched = 0
-        for bucket in self._all_buckets():
+        for bucket in self.buckets():
             bucket.drop()
             for leaf in bucket.flat.leaves:
-                leaf.grad = None
+                Tensor.grad.__set__(leaf, None)  # type: ignore[union-attr]  # whatever its class says
 
-    def _all_buckets(self) -> Iterator[Bucket]:
+    def forget(self, slices: set[Tensor]) -> None:
+        """Forget the gradients of these slices that have not become shards. Call on all ranks alike."""
+        for bucket in self.buckets():
+            bucket.forget(slices)
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Of all units, in the order in which they are reduced."""
         return (bucket for buckets in self._buckets.values() for bucket in buckets)
 
 

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, Work
 
+from minizero.sending import check_tensor, send_from_first
+
 
 @torch.no_grad()
 def average_gradients(model: nn.Module, group: ProcessGroup | None = None) -> None:
@@ -213,13 +215,15 @@ def _hear(replicated: weakref.ref[Replicated], b: int, name: str, parameter: Ten
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError, naming the parameter, unless the model is whole here and nothing else reduces its gradients."""
+    """Raise ValueError or TypeError, naming the tensor, unless the model is whole here and nothing else reduces it."""
     for name, parameter in model.named_parameters():
-        for mark in ("is_replicated_by_minizero", "is_sharded_by_minizero", "home", "device_mesh"):  # torch's: DTensor
+        for mark in ("is_replicated_by_minizero", "is_sharded_by_minizero", "device_mesh"):  # torch's: DTensor
             if hasattr(parameter, mark):
                 raise ValueError(f"parameter {name!r} is replicated or sharded already: that can be done once only")
         if parameter.is_meta or isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no values yet (meta device, or lazy)")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        check_tensor(name, tensor)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no parameter that requires a gradient")
 
@@ -237,10 +241,7 @@ def check_agreement(mine: list[str], group: ProcessGroup | None, what: str = "mo
                 raise ValueError(f"ranks bring different {what}: rank 0 has {first}, rank {rank} has {other}")
 
 
-@torch.no_grad()
 def take_from_rank_0(model: nn.Module, group: ProcessGroup | None) -> None:
     """Overwrite every parameter and buffer by that of the group's first rank."""
     for tensor in [*model.parameters(), *model.buffers()]:
-        value = tensor.detach().contiguous()  # a copy only of a transposed or strided one
-        dist.broadcast(value, group=group, group_src=0)
-        tensor.copy_(value)
+        send_from_first(tensor, group)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from minizero.collectives import ROLL_CALL_TAG, Exchange, timeout_of
+from minizero.collectives import ROLL_CALL_TAG, Exchange, on_all_ranks, timeout_of
 
 _companions: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = WeakKeyDictionary()
 
@@ -53,13 +53,26 @@ class RollCall:
         work = Exchange(all_ranks.unbind(), [mine] * world, self._group, ROLL_CALL_TAG)
 
         def check() -> None:
-            work.wait()
+            with on_all_ranks(action := f"gather unit {self.names[index]!r}"):
+                work.wait()
             if (all_ranks != number).any():
-                units = [self.names[i % len(self.names)] for i in all_ranks.flatten().tolist()]
-                calls = ", ".join(f"rank {r}: {unit!r}" for r, unit in enumerate(units))
-                raise RuntimeError(
-                    f"ranks gather different units ({calls}), or after different ones. With stage 3 every rank must "
-                    "run the same units in the same order; for loops that differ by rank use `with zero.gathered():`"
-                )
+                difference = self._difference(all_ranks.flatten().tolist())
+                raise RuntimeError(f"rank {dist.get_rank()} could not {action}: {difference}")
 
         return check
+
+    def _difference(self, numbers: Sequence[int]) -> str:
+        """What is wrong, if rank r called `numbers[r]`."""
+        units = [self.names[number % len(self.names)] for number in numbers]
+        if len(set(units)) > 1:
+            calls = ", ".join(f"rank {rank}: {unit!r}" for rank, unit in enumerate(units))
+            what = f"ranks gather different units ({calls})"
+        else:
+            # They would gather different ones ahead, and the error would name those.
+            seen = [number // len(self.names) for number in numbers]
+            others = [rank for rank in range(len(seen)) if seen[rank] != seen[0]]
+            what = f"all ranks are at this unit, but ranks {others} ran other units before it than rank 0"
+        return (
+            f"{what}. With stage 3 every rank must run the same units in the same order; for loops that differ by rank "
+            "use `with zero.gathered():`"
+        )

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
+import numpy
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from minizero.collectives import on_all_ranks
 from minizero.memory import check_positive
 
 
@@ -132,6 +138,68 @@ class WarmupCosineLR(_Warmup):
         progress = min(1.0, (self.iteration - self.warmup_num_steps + 1) / steps)
         cosine = (1 + math.cos(math.pi * progress)) / 2
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * cosine)
+
+
+class Ahead:
+    """The step of a schedule, tried before the optimizer's: `take()` makes it come true.
+
+    Both raise before anything is changed, on all ranks: what the schedule raised on its own rank, RuntimeError on the
+    others; ValueError if the rates of two ranks differ, now or after the step. `schedule` may be None.
+    """
+
+    def __init__(
+        self, schedule: Any, optimizer: Optimizer, options: dict[str, Any], group: ProcessGroup | None = None
+    ) -> None:
+        self._schedule, self._groups, failure = schedule, optimizer.param_groups, None
+        self._is_stateful = hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict")
+        before = self._look()
+        try:
+            if schedule is not None:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns who is too early
+                schedule.step(**options)
+        except Exception as error:
+            failure = error
+        self._after = self._look()
+        self._set(before)
+        rates = [float(options["lr"]) for options in (*before[0], *self._after[0])]
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        with on_all_ranks("compare the learning rates"):
+            dist.all_gather_object(everyone, None if failure else rates, group=group)
+        if failure is not None:
+            raise failure
+        for rank, theirs in enumerate(everyone):
+            if theirs is None:
+                raise RuntimeError(f"the schedule's step raised on rank {rank}: no rank has stepped")
+            if not numpy.allclose(theirs, everyone[0], rtol=1e-6, atol=0.0, equal_nan=True):
+                raise ValueError(
+                    f"learning rates, now and after the step, differ by rank: {everyone[0]} on rank 0, {theirs} on "
+                    f"rank {rank}. Give lr_kwargs that are alike on all ranks, as engine.mean_loss() is"
+                )
+
+    def _look(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The options of all groups, and the schedule's state."""
+        options = [{k: deepcopy(v) for k, v in group.items() if k != "params"} for group in self._groups]
+        if self._schedule is None:
+            return options, {}
+        state = self._schedule.state_dict() if self._is_stateful else vars(self._schedule)
+        return options, {k: deepcopy(v) if isinstance(v, list | dict | Tensor) else v for k, v in state.items()}
+
+    def _set(self, seen: tuple[list[dict[str, Any]], dict[str, Any]]) -> None:
+        options, state = seen
+        for group, values in zip(self._groups, options, strict=True):
+            for name, value in values.items():
+                if isinstance(group.get(name), Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+        if self._is_stateful:
+            self._schedule.load_state_dict(state)
+        elif self._schedule is not None:
+            vars(self._schedule).update(state)
+
+    def take(self) -> None:
+        """Set what was tried."""
+        self._set(self._after)
 
 
 def _per_group(name: str, value: Any, groups: int) -> list[Any]:

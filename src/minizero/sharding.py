@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from minizero.placeholder import ShardedParameter
+from minizero.placeholder import ShardedParameter, plain_name, raise_replaced
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ class Holder:
 
     @property
     def full_name(self) -> str:
-        """The key in the model's state dict; torch.compile's wrapper leaves no trace in it."""
-        return f"{self.path}.{self.name}".removeprefix(".").replace("_orig_mod.", "")
+        """The key in the model's state dict."""
+        return plain_name(self.path, self.name)
 
 
 class FlatParameters:
@@ -113,6 +112,8 @@ class FlatParameters:
             nn.Parameter(self.master[self.layout.slice_of(i, rank)], requires_grad=self.requires_grad)
             for i in range(len(self.leaves))
         ]
+        for piece, leaf in zip(self.slices, self.leaves, strict=True):
+            piece.__dict__ = leaf.__dict__  # groups can be told apart by attributes of parameters, here too
 
     def _use(self, full: Tensor) -> None:
         """Make the parameters views of `full`."""
@@ -177,9 +178,17 @@ class FlatParameters:
         self.full.untyped_storage().resize_(self._nbytes)
         self._point_leaves_at(self._views)
 
-    def free(self) -> None:
-        """Take the memory of `full` away. Who kept a parameter from before sharding reads NaN, not freed memory."""
+    def free(self, leaves_memory: bool = False) -> None:
+        """Take the memory of `full` away. A parameter that somebody kept from before sharding reads NaN.
+
+        With `leaves_memory` the memory is left to those who kept views of it; the next time `full` is other memory.
+        """
         self._point_leaves_at(self._nowhere)
+        if leaves_memory or not self.full.untyped_storage().resizable():  # a numpy array looks at it
+            dtype, device = self.full.dtype, self.full.device
+            del self.full, self._views  # first, for if nobody kept a view it goes with them
+            self.full = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
+            self._views = self.layout.unflatten(self.full)
         self.full.untyped_storage().resize_(0)
 
     def _point_leaves_at(self, tensors: Sequence[Tensor]) -> None:
@@ -205,7 +214,7 @@ class FlatParameters:
     def show(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put `parameters` (the leaves or the placeholders) where the modules look for them.
 
-        Raises RuntimeError naming a parameter that somebody replaced, rather than throw the replacement away.
+        Raises RuntimeError, naming the parameter, if somebody replaced it: the replacement would be lost.
         """
         for parameter, leaf, placeholder, holders in zip(
             parameters, self.leaves, self.placeholders, self.holders, strict=True
@@ -225,14 +234,6 @@ class FlatParameters:
                 piece.grad = part
             else:
                 piece.grad += part
-
-
-def raise_replaced(name: str) -> NoReturn:
-    """Raise RuntimeError: the model does not hold the parameter `name` that was sharded."""
-    raise RuntimeError(
-        f"parameter {name!r} was added, replaced or removed after sharding: what is there now would never be trained. "
-        "Change the model (resize, parametrize, cast, extend) before sharding"
-    )
 
 
 def holders_of(model: nn.Module) -> list[tuple[nn.Parameter, list[Holder]]]:

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from minizero.collectives import on_all_ranks
-from minizero.files import PARTIAL, durable, encode, flush_folder, write_tensors
+from minizero.files import PARTIAL, check_plain, durable, encode, flush_folder, write_tensors
 from minizero.manifest import CheckpointError, Manifest, check_tag, dtype_name, file_of, read_latest
 from minizero.roll_call import companion
 from minizero.sharding import FlatParameters
-from minizero.whole import persistent_buffers
+from minizero.state import extra_states, persistent_buffers
 from minizero.zero import Zero
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def get_random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], only_try: bool = False) -> None:
-    """Set them; `only_try` sets new generators instead, so that a state that is none raises before harm is done."""
+    """Set them. With `only_try`, set new generators instead: an invalid state then raises before harm is done."""
     keys, *rest = states["numpy"]
     numpy_state = ("MT19937", numpy.asarray(keys, dtype=numpy.uint32), *rest)
     if only_try:
@@ -147,10 +147,13 @@ class Snapshot:
                 state = optimizer.state.get(piece, {}) if optimizer is not None else {}
                 states[name] = {key: value for key, value in state.items() if f"state/{key}" not in cut}
                 dtypes = {kind: dtype_name(value.dtype) for kind, value in cut.items()}
-                saved.append({"name": name, "shape": list(flat.layout.shapes[i]), "dtypes": dtypes})
+                aliases = [holder.full_name for holder in flat.holders[i][1:]]
+                shape = list(flat.layout.shapes[i])
+                saved.append({"name": name, "shape": shape, "dtypes": dtypes, "aliases": aliases})
             flats.append({"unit": unit.name, "requires_grad": flat.requires_grad, "parameters": saved})
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         rest = {"extra": extra, "random": get_random_states(), "states": states, "options": options}
+        rest["modules"] = extra_states(zero.model)
         self.metadata = {"minizero": json.dumps(encode(rest, "rest", self.tensors))}
         self.manifest = {"tag": check_tag(tag), "step": step, "stage": zero.stage, "flats": flats}
         self.manifest |= {"world": ranks.world, "replicas": ranks.replicas}
@@ -174,6 +177,9 @@ class Snapshot:
 
         def complete() -> None:
             files = {file_of(i): {"nbytes": nbytes, "crc32": crc32} for i, (nbytes, crc32) in enumerate(written)}
+            for name, expected in files.items():
+                if check_plain(partial / name) != expected["nbytes"]:
+                    raise OSError(f"{partial / name} is not what its rank has written: is it the same folder there?")
             manifest = Manifest.model_validate_json(json.dumps(self.manifest | {"files": files}))
             with durable(partial / "manifest.json") as file:
                 file.write(manifest.model_dump_json(indent=1).encode())
@@ -198,7 +204,7 @@ def begin(directory: Path, partial: Path, tag: str, keep: int | None) -> list[st
 
 
 def complete_folder(directory: Path, partial: Path, folder: Path) -> None:
-    """Give the folder its name. One that has it is older, or was killed before it became the latest: it goes."""
+    """Give the folder its name. One that has this name already is older, or its save was killed: it is removed."""
     if folder.exists():
         aside = directory / (folder.name + ".old" + PARTIAL)
         folder.replace(aside)

@@ -39,7 +39,7 @@ class Record:
     `work` are the spans of its thread, of which no two overlap: it is computing ("forward", "backward"), starting a
     collective ("launch"), blocked by one or by the roll call before it ("wait", "land") or freeing ("reshard"). A
     "late" is a wait for a gather that was started at that moment and not ahead. `flights` are "gather" and "reduce"
-    from their start until somebody had waited for them: when they arrived in between, a rank does not learn. `live` are
+    from their start until this rank has waited for them. It does not learn when they arrived in between. `live` are
     the bytes of gathered parameters of each unit (time, unit, bytes), whenever they changed.
     """
 

@@ -19,7 +19,9 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from minizero import elsewhere
 from minizero.ahead import Schedule
+from minizero.attached import Attached
 from minizero.construct import DtypePolicy, agree, check_model, plan_units
 from minizero.gather import Gatherer, State, Unit, in_backward
 from minizero.optimizer import check_elementwise, check_state, clip_grad_norm, slice_groups
@@ -76,9 +78,11 @@ class Zero(NotCopied):
         self._gatherer = Gatherer(schedule, group, frees=stage == 3, begin_backward=begin)
         self._reducer = Reducer(self.units, group, replicas, stage > 1, begin, self._gatherer.release)
         self._backward: int | None = None  # autograd's number for the backward that runs
-        self._has_unreduced = self._is_spoiled = False
+        self._has_unreduced, self._attached = False, Attached(self.flats)
+        self._spoiled: set[Tensor] = set()  # slices whose gradients a backward that raised has left incomplete
         self._handles = [*self._gatherer.attach(), *self._reducer.attach(), *(dtypes.attach(model) if dtypes else ())]
         self._handles.append(model.register_forward_pre_hook(self._before_model, prepend=True))
+        elsewhere.mark(self._reducer)
         model.zero_grad = self.zero_grad  # type: ignore[method-assign]  # gradients are where it would not look
 
     @torch.compiler.disable
@@ -89,18 +93,19 @@ class Zero(NotCopied):
 
     def _recover(self) -> None:
         """After a forward or backward that did not end: reshard, and forget gradients that are not shards yet."""
-        if self._backward is not None:
-            self._backward, self._is_spoiled = None, True
+        if self._backward is not None or self._reducer.flying:
+            self._backward, self._spoiled = None, self._attached.slices()
             self._reducer.drop()
             self._gatherer.forget_backward()
         self._gatherer.reshard_all()
 
     def _begin_backward(self) -> bool:
-        """Called by whoever first hears of a backward; True if it runs inside another (reentrant checkpointing)."""
+        """A hook reports that a backward runs. Returns True if it runs inside another one (reentrant checkpointing)."""
         current: int = torch._C._current_graph_task_id()
         if self._backward is None:
             self._check_complete()  # other ranks may have more gradients than this one: better nobody goes on
             self._backward, self._has_unreduced = current, True
+            self._reducer.begin()
             Variable._execution_engine.queue_callback(self._end_backward)
         return current != self._backward
 
@@ -112,9 +117,9 @@ class Zero(NotCopied):
         self._backward = None
 
     def reduce(self) -> None:
-        """See to it that the slices hold the gradients: what was held back, as always in stage 1, is reduced here.
+        """See to it that the slices hold the gradients; call on all ranks before you read them. Step and clipping do.
 
-        The step and clipping call it. Call it on all ranks before you read the gradients of the slices yourself.
+        What was held back, as always in stage 1, is reduced here.
         """
         self._recover()
         self._check_complete()
@@ -123,7 +128,7 @@ class Zero(NotCopied):
             self._has_unreduced = False
 
     def _check_complete(self) -> None:
-        if self._is_spoiled:
+        if self._spoiled:
             raise RuntimeError("the last backward raised and its gradients are incomplete: call zero_grad() first")
 
     def optimizer(
@@ -141,24 +146,23 @@ class Zero(NotCopied):
         be element-wise, unless `elementwise` says it is; KeyError for a parameter that is not there or not trained.
         """
         check_elementwise(cls, elementwise)
-        return self.attach(cls(slice_groups(self.flats, groups), **options))
+        return self.attach(cls(slice_groups(self.flats, groups), **options), elementwise=True)
 
-    def attach(self, optimizer: Optimizer) -> Optimizer:
-        """Have an optimizer whose parameters are slices reduce before its step, and spread what it changed after it."""
+    def attach(self, optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
+        """Have an optimizer whose parameters are slices reduce before its step, and spread what it changed after it.
+
+        Its `zero_grad()` forgets the gradients of its own slices, wherever they are; its `add_param_group()` takes what
+        `groups` above take. Raises TypeError as `optimizer()`, and for one that holds anything but slices.
+        """
+        check_elementwise(type(optimizer), elementwise)
+        self._attached.add(optimizer, self._forget)
         optimizer.register_load_state_dict_pre_hook(check_state)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            self._drop_unreduced()
-            type(optimizer).zero_grad(optimizer, set_to_none)
-
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         return optimizer
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if len(args) > 1 or kwargs:  # torch passes the optimizer itself first
-            raise TypeError("step() takes no closure here: run forward and backward before it")
+        self._attached.check_call(optimizer, [*args[1:], *kwargs.values()])  # torch passes the optimizer itself first
         if self._gatherer.holds:
             raise RuntimeError("step() inside gathered(): the full parameters would overwrite what it changes")
         self.reduce()
@@ -185,17 +189,17 @@ class Zero(NotCopied):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; `model.zero_grad` comes here too."""
-        self._drop_unreduced()
-        for _, piece in self.named_slices():
-            if set_to_none:
-                piece.grad = None
-            elif piece.grad is not None:
-                piece.grad.zero_()
+        pieces: set[Tensor] = {piece for _, piece in self.named_slices()}
+        self._forget(pieces)
+        for piece in pieces:
+            piece.grad = None if set_to_none or piece.grad is None else piece.grad.zero_()
 
-    def _drop_unreduced(self) -> None:
+    def _forget(self, slices: set[Tensor]) -> None:
+        """Forget the gradients of `slices` that are not on them yet."""
         self._recover()
-        self._reducer.drop()
-        self._has_unreduced = self._is_spoiled = False
+        self._reducer.forget(slices)
+        self._spoiled -= slices
+        self._has_unreduced &= not self._reducer.has_forgotten(self._attached.slices())
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip by the norm over all parameters and ranks; call on all ranks. See optimizer.clip_grad_norm."""
@@ -214,7 +218,7 @@ class Zero(NotCopied):
         with hold_gathered(self.units, self._gatherer, self.group, self.replicas):
             yield
 
-    def full_state(self) -> dict[str, Tensor]:
+    def full_state(self) -> dict[str, Any]:
         """The plain model's state dict, on the CPU of rank 0; other ranks get {}. Call on all ranks of `group`.
 
         One unit at a time is whole, so no rank but 0 needs memory for more than that. Buffers are rank 0's own.
@@ -222,11 +226,10 @@ class Zero(NotCopied):
         self._recover()
         return read_full_state(self.model, self.units, self._gatherer, self.group)
 
-    def load_full_state(self, state: dict[str, Tensor]) -> None:
+    def load_full_state(self, state: dict[str, Any]) -> None:
         """Load a plain model's state dict; call on all ranks, only the one of rank 0 is read.
 
-        Raises ValueError on all ranks, naming the key, if a key is missing, unknown or of another shape; then nothing
-        was changed.
+        Raises ValueError on all ranks, and changes nothing, naming a key that is missing, unknown or of another shape.
         """
         self._recover()
         if self._gatherer.holds:
@@ -234,15 +237,14 @@ class Zero(NotCopied):
         write_full_state(self.model, self.units, state, self.group, self.replicas)
 
     def unwrap(self) -> nn.Module:
-        """Give the plain model back, all parameters whole on every rank, hooks gone; call on all ranks.
-
-        This Zero and its optimizers are of no use afterwards.
-        """
+        """Give the plain model back, whole on every rank, hooks gone; call on all. Optimizers of this Zero are done."""
         with self.gathered():
             self._gatherer.frees = False
         for handle in self._handles:
             handle.remove()
         for flat in self.flats:
             flat.let_go(precise(flat, self.group))
+        elsewhere.unmark(self._reducer)
+        self._attached.close()
         del self.model.zero_grad
         return self.model
