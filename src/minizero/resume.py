@@ -18,10 +18,6 @@ COUNTS = ("global_steps", "global_samples", "skipped_steps")
 class Resumable(Facts):
     """The part of an engine that saves and loads."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; the window begins anew."""
-        raise NotImplementedError
-
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
