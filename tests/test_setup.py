@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def call(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS")} | variables
+    """The command as a reader types it: without PYTHON, and without what a `make` around these tests hands down."""
+    handed_down = re.compile("PYTHON|M(AKE)?FLAGS|MAKE.*")
+    environment = {name: value for name, value in os.environ.items() if not handed_down.fullmatch(name)} | variables
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, encoding="utf-8")
 
 
