@@ -304,6 +304,26 @@ def forget_tables(stage: int) -> None:
     assert raises or model.mask.all(1).tolist() == [False, False, False, True]
 
 
+class Expanded(nn.Linear):
+    """One weight is to be initialised; a buffer, whose rows are one row, has its values already."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        with torch.device("cpu"):
+            self.register_buffer("rows", torch.arange(3.0).expand(2, 3))
+
+
+def keep_rows(stage: int) -> None:
+    model = nn.Sequential(build_on_meta(Expanded))
+    minizero.Zero(model, stage=stage)
+    assert model[0].rows.tolist() == [[0, 1, 2]] * 2
+
+
+@every_stage
+def test_F98_values_that_share_memory_stay_when_the_rest_is_filled(stage: int) -> None:
+    run_ranks(2, keep_rows, stage)
+
+
 @every_stage
 def test_F98_tables_masks_and_counters_are_filled_or_named_on_all_ranks(stage: int) -> None:
     run_ranks(2, fill_tables, stage)

@@ -18,7 +18,7 @@ from minizero.collectives import on_all_ranks
 from minizero.gather import Unit
 from minizero.placeholder import ANEW, ShardedParameter, raise_replaced
 from minizero.replicate import check_agreement
-from minizero.sending import send_from_first
+from minizero.sending import fill, send_from_first
 from minizero.sharding import Holder, holders_of
 from minizero.state import check_carried
 
@@ -177,7 +177,7 @@ def materialise(
             blanks.give(module, torch.device(device))
             (initialize or _reset_parameters)(module)
             for name, value in settled.items():  # a tied weight has its values already
-                _own_tensors(module)[name].data.copy_(value)
+                fill(_own_tensors(module)[name], value)
             if not complaint and (wrong := blanks.left(module)):
                 complaint = f"initializing module {path!r} {wrong}"
         is_last = i == len(modules) - 1
