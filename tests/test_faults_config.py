@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minizero import config
@@ -114,18 +114,30 @@ def test_f50_a_stage_is_a_number_from_0_to_3(wrong: Any) -> None:
     assert "config: zero_optimization.stage: must be" in complaint(nest("zero_optimization.stage", wrong))
 
 
-@given(
-    st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists),
-    st.sampled_from(list(KEYS)),
-)
-def test_f50_whatever_a_file_holds_it_loads_or_a_key_of_it_is_named(value: Any, path: str) -> None:
-    try:
-        load_config(nest(path, value), 2)
-    except ConfigError as error:
-        named = str(error)
-    else:
-        return
-    assert any(name in named for name in (path, *NAMES))
+@pytest.mark.parametrize("block", ["optimizer", "scheduler"])
+def test_f50_a_key_that_its_block_needs_is_named(block: str) -> None:
+    assert complaint(nest(block, {"params": {}})) == f"config: {block}.type: must be there"
+
+
+def names_for(path: str) -> set[str]:
+    """What may be named for the key at `path`: itself, its new name, or a key that has to be there when it is."""
+    block = path.partition(".")[0]
+    wants = {"bfloat16": "bf16", "fp16.enabled": "zero_optimization.stage", "bf16.enabled": "zero_optimization.stage"}
+    return {path, *NAMES, f"{block}.type" if block in ("optimizer", "scheduler") else wants.get(path, path)}
+
+
+@example(None)
+@example(True)
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
+def test_f50_whatever_a_file_holds_it_loads_or_a_key_of_it_is_named(value: Any) -> None:
+    for path in KEYS:
+        try:
+            load_config(nest(path, value), 2)
+        except ConfigError as error:
+            said = str(error)
+        else:
+            continue
+        assert any(name in said for name in names_for(path)), (path, said)
 
 
 # ---- F51

@@ -98,8 +98,7 @@ def complaints(error: ValidationError, path: str = "") -> Iterator[str]:
     for each in error.errors():
         where = ".".join([part for part in (path, *map(str, each["loc"])) if part])
         text = each["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        if each["type"] == "dict_type":
-            text = "must be a block, {...}"
+        text = {"dict_type": "must be a block, {...}", "missing": "must be there"}.get(each["type"], text)
         found = "" if isinstance(each["input"], dict) else f", got {shown(each['input'])}"
         yield f"{where}: {text}{found}".removeprefix(": ")
 
