@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _methods import FSDP2, DeepSpeed, Method, MiniZero, remove_shared, shared_folder
-from _rank import over_ranks
 from torch import Tensor
 
 from minizero import checkpoint
+from minizero.collectives import over_ranks
 
 SAVED = ("fsdp2", "deepspeed3", "minizero3")  # sharded parameters and states: what the others keep whole is no match
 

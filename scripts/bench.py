@@ -31,11 +31,12 @@ import torch
 import torch.distributed as dist
 from _launch import RankFailure, launch, prepare_deepspeed
 from _methods import Method, builders
-from _rank import build_model, over_ranks, run_rank
+from _rank import build_model, run_rank
 from _saving import SAVED, time_saving
 from torch import Tensor
 
 from minizero import GPTConfig
+from minizero.collectives import over_ranks
 from minizero.data import Batches, load_corpus
 
 FLOOR, BASE = "floor", "fsdp2"

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "minizero"
 NOTEBOOKS = sorted((ROOT / "book").glob("*.ipynb"))
 MODULES = {file.stem: file for file in sorted(PACKAGE.glob("*.py")) if file.stem != "__init__"}
 # A model, a text, arithmetic and rank cells are of use without the rest; the helpers of `ranks` are chapter 00 with it.
-ALONE = {"models", "data", "memory", "ranks", "figures"}
+ALONE = {"models", "data", "memory", "meter", "ranks", "figures"}
 
 
 def imports(module: str) -> set[str]:
