@@ -29,12 +29,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _launch import RankFailure, launch, prepare_deepspeed
-from _methods import Method, builders
-from _rank import build_model, run_rank
-from _saving import SAVED, time_saving
 from torch import Tensor
 
+from compare.launch import RankFailure, launch, prepare_deepspeed
+from compare.methods import Method, builders
+from compare.rank import build_model, run_rank
+from compare.saving import SAVED, time_saving
 from minizero import GPTConfig
 from minizero.collectives import over_ranks
 from minizero.data import Batches, load_corpus

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _methods import FSDP2, DeepSpeed, Method, MiniZero, remove_shared, shared_folder
 from torch import Tensor
 
+from compare.methods import FSDP2, DeepSpeed, Method, MiniZero, remove_shared, shared_folder
 from minizero import checkpoint
 from minizero.collectives import over_ranks
 

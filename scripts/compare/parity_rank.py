@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _launch import loopback_bytes
-from _methods import Method, OptimizerClass, RefusedError, builders
-from _rank import build_model, run_rank
-from parity import STAGES, Job
 from torch import Tensor
 
+from compare.job import STAGES, Job
+from compare.launch import loopback_bytes
+from compare.methods import Method, OptimizerClass, RefusedError, builders
+from compare.rank import build_model, run_rank
 from minizero import GPT, GPTConfig, Ledger
 from minizero.accumulation import step_traffic
 from minizero.collectives import over_ranks

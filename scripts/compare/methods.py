@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _deepspeed_op import quote_library_path
 from torch import Tensor, nn
 
 import minizero
+from compare.deepspeed_op import quote_library_path
 from minizero import GPT, checkpoint
 from minizero.offload import offload_optimizer
 from minizero.precision import Precision
 
-DEEPSPEED_FILE = Path(__file__).resolve().parents[1] / "configs" / "zero3.json"
+DEEPSPEED_FILE = Path(__file__).resolve().parents[2] / "configs" / "zero3.json"
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]  # called with parameters and lr=
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from _execute import ANSI
+from pages.execute import ANSI
 
 FRAME = re.compile(r"(Cell|File) ")
 CHAIN = re.compile("(was the direct cause of the following exception|another exception occurred):")
