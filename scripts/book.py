@@ -231,7 +231,7 @@ def run_jupyter_book(source: Path) -> int:
         shutil.rmtree(BUILD / name, ignore_errors=True)
     jupyter_book = Path(sys.executable).with_name("jupyter-book")
     # -W makes warnings errors, --keep-going lists them all, -n wants a target behind every reference, -q: only warnings
-    command = [jupyter_book, "build", source, "--path-output", ROOT, "-W", "--keep-going", "-n", "-q"]
+    command = [str(jupyter_book), "build", str(source), "--path-output", str(ROOT), "-W", "--keep-going", "-n", "-q"]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         print(*faults(done.stdout, source), sep="\n")

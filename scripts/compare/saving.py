@@ -34,7 +34,7 @@ def save(method: Method, folder: Path, tag: str) -> None:
     else:
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(_state(method), checkpoint_id=folder / tag)
+        dcp.save(_state(method), checkpoint_id=folder / tag)  # type: ignore[attr-defined]  # torch hands it on unsaid
 
 
 def load(method: Method, folder: Path, tag: str) -> None:
@@ -51,7 +51,7 @@ def load(method: Method, folder: Path, tag: str) -> None:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         state = _state(method)
-        dcp.load(state, checkpoint_id=folder / tag)
+        dcp.load(state, checkpoint_id=folder / tag)  # type: ignore[attr-defined]
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(method.network, method.optimizer, **parts)
 
