@@ -382,8 +382,9 @@ def test_parity_without_deepspeed_fails(tmp_path: Path) -> None:
     package = tmp_path / "hidden" / "deepspeed"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ModuleNotFoundError('No module named deepspeed')")
+    path = os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))
     options = [*TINY, "--width", "48", "--steps", "4", "--json", f"{tmp_path}/figures.json"]
-    answer = run_script("parity.py", *options, "--methods", "deepspeed2", PYTHONPATH=str(package.parent))
+    answer = run_script("parity.py", *options, "--methods", "deepspeed2", PYTHONPATH=path)
     assert answer.returncode == 1
     assert answer.stdout.splitlines()[-1] == "0 passed, 1 failed"
     assert "deepspeed2 on 2 ranks: DeepSpeed cannot be used here" in answer.stdout
