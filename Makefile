@@ -78,7 +78,7 @@ format: $(READY)  ## ruff: format, then repair what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-lint: $(READY)    ## ruff, mypy --strict on src, notebook cells equal to the package, shell scripts, workflows
+lint: $(READY)    ## ruff, mypy --strict on src and scripts, notebook cells equal to the package, shell scripts, workflows
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -29,13 +29,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _launch import RankFailure, launch, prepare_deepspeed
-from _methods import Method, builders
-from _rank import build_model, over_ranks, run_rank
-from _saving import SAVED, time_saving
 from torch import Tensor
 
+from compare.launch import RankFailure, launch, prepare_deepspeed
+from compare.methods import Method, builders
+from compare.rank import build_model, run_rank
+from compare.saving import SAVED, time_saving
 from minizero import GPTConfig
+from minizero.collectives import over_ranks
 from minizero.data import Batches, load_corpus
 
 FLOOR, BASE = "floor", "fsdp2"
@@ -59,14 +60,15 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> None:
     config = GPTConfig(context=arguments.context, layers=arguments.layers, width=arguments.width)
     text = load_corpus(context=config.context).training
     linear = torch.nn.functional.linear
-    methods, data = {}, {}
+    methods: dict[str, Method] = {}
+    data: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name in arguments.methods:
         sequences = arguments.batch // world * (4 if kind_of(name) == "acc4" else 1)
         build = builders(sequences)["one" if name == FLOOR else name]
         methods[name] = build(build_model(config, torch.float32, device), torch.optim.AdamW, LEARNING_RATE)
         batches = Batches(text, config.context, sequences, rank=rank, world=world)
         steps = range(WARM_UP + arguments.rounds)
-        data[name] = [tuple(tensor.to(device) for tensor in batches.at(step)) for step in steps]
+        data[name] = [(x.to(device), y.to(device)) for x, y in (batches.at(step) for step in steps)]
     if torch.nn.functional.linear is not linear:
         raise RuntimeError("a library replaced torch.nn.functional.linear for all methods in this process")
     seconds, losses = time_rounds(methods, data, device)

@@ -25,11 +25,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import _execute
-import _outputs
 import nbformat
 import yaml
-from _execute import Failure
+
+from pages import execute as executing
+from pages import outputs
+from pages.execute import Failure
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "_build"
@@ -81,7 +82,7 @@ def changes_since(executed: Path) -> list[str]:
 def has_our_cells(notebook: Any, ours: Any) -> bool:
     """Whether an executed notebook has the code of ours. Prose may differ, it is taken from ours."""
     code = [
-        [(cell.source, "raises-exception" in cell.metadata.get("tags", [])) for cell in _execute.code_cells(each)]
+        [(cell.source, "raises-exception" in cell.metadata.get("tags", [])) for cell in executing.code_cells(each)]
         for each in (notebook, ours)
     ]
     return code[0] == code[1]
@@ -100,7 +101,7 @@ def objection(executed: Path) -> str:
             return f"it lacks {file.name}"
         if not has_our_cells(theirs, ours):
             return f"the cells of {file.name} have changed since"
-        if not _execute.is_executed(theirs):
+        if not executing.is_executed(theirs):
             return f"{file.name} has not been executed"
     return ""
 
@@ -121,9 +122,9 @@ def readable() -> dict[Path, Any]:
 def is_done(copy: Path, ours: Any) -> bool:
     """Whether `copy` was executed, as our notebook is now, and did not fail."""
     notebook = read(copy)
-    if notebook is None or _execute.failed_cell(notebook) is not None:
+    if notebook is None or executing.failed_cell(notebook) is not None:
         return False
-    return _execute.is_executed(notebook) and has_our_cells(notebook, ours)
+    return executing.is_executed(notebook) and has_our_cells(notebook, ours)
 
 
 def execute(executed: Path, timeout: int) -> None:
@@ -139,8 +140,8 @@ def execute(executed: Path, timeout: int) -> None:
         began = time.monotonic()
         copy = executed / "book" / file.name
         shutil.copy(file, copy)
-        _execute.run(copy, timeout)
-        failure = _execute.failure(nbformat.read(copy, as_version=4), file.name)
+        executing.run(copy, timeout)
+        failure = executing.failure(nbformat.read(copy, as_version=4), file.name)
         end = f", stopped in cell [{failure.cell}]" if failure else ""
         print(f" {time.monotonic() - began:.0f} s{end}", flush=True)
 
@@ -166,7 +167,7 @@ def with_note(notebook: Any, failure: Failure) -> None:
 
 def take_outputs(ours: Any, executed: Any) -> None:
     """Give our cells, which have none, the outputs of the executed ones."""
-    for cell, theirs in zip(_execute.code_cells(ours), _execute.code_cells(executed), strict=True):
+    for cell, theirs in zip(executing.code_cells(ours), executing.code_cells(executed), strict=True):
         cell.outputs, cell.execution_count = theirs.outputs, theirs.execution_count
     for key in ("widgets", "language_info"):
         if key in executed.metadata:
@@ -183,14 +184,14 @@ def assemble(source: Path, executed: Path) -> list[Failure]:
     config = settings()
     config.setdefault("html", {})["extra_footer"] = f"<p>{made_with()}</p>"
     (source / "_config.yml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    names = _outputs.folders_of_this_machine(ROOT, executed)
+    names = outputs.folders_of_this_machine(ROOT, executed)
     failures, ours = [], readable()
     for file in notebooks():
         if file in ours:
             notebook = ours[file]
             take_outputs(notebook, nbformat.read(executed / "book" / file.name, as_version=4))
-            _outputs.tidy(notebook, names)
-            failure = _execute.failure(notebook, file.name)
+            outputs.tidy(notebook, names)
+            failure = executing.failure(notebook, file.name)
         else:
             notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(f"# {file.stem}")])
             failure = Failure(file.name, 0, "", "it is no notebook in JSON")
@@ -230,7 +231,7 @@ def run_jupyter_book(source: Path) -> int:
         shutil.rmtree(BUILD / name, ignore_errors=True)
     jupyter_book = Path(sys.executable).with_name("jupyter-book")
     # -W makes warnings errors, --keep-going lists them all, -n wants a target behind every reference, -q: only warnings
-    command = [jupyter_book, "build", source, "--path-output", ROOT, "-W", "--keep-going", "-n", "-q"]
+    command = [str(jupyter_book), "build", str(source), "--path-output", str(ROOT), "-W", "--keep-going", "-n", "-q"]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         print(*faults(done.stdout, source), sep="\n")
@@ -239,7 +240,7 @@ def run_jupyter_book(source: Path) -> int:
 
 def faults(said: str, source: Path) -> list[str]:
     """Jupyter Book's output without its head, its foot and colours; places as they are in the book."""
-    lines = [_execute.ANSI.sub("", line).replace(f"{source}/", "") for line in said.splitlines() if line.strip()]
+    lines = [executing.ANSI.sub("", line).replace(f"{source}/", "") for line in said.splitlines() if line.strip()]
     frame = re.compile(r"Running Jupyter-Book|(Source Folder|Config Path|Output Path):|=+$|Building your book, returns")
     # MyST-NB counts lines of the n-th cell from n times 10000
     place = re.compile(r"^(\S+\.ipynb):(\d+)(\d{4}):")

@@ -34,20 +34,13 @@ import argparse
 import json
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _launch import RankFailure, enter_empty_network, launch, prepare_deepspeed
+from compare.job import METHODS, Job
+from compare.launch import RankFailure, enter_empty_network, launch, prepare_deepspeed
 
-# The ZeRO stage each method amounts to.
-STAGES = {"ddp": 0, "fsdp2": 3, "deepspeed1": 1, "deepspeed2": 2, "deepspeed3": 3}
-STAGES |= {f"minizero{stage}": stage for stage in (0, 1, 2, 3)}
-SHARDED = [method for method, stage in STAGES.items() if stage > 0]
-STAGES |= {f"{method}-{kind}": STAGES[method] for kind in ("bf16", "acc4") for method in SHARDED}
-STAGES |= {"deepspeed3-offload": 3, "minizero3-offload": 3}
-STAGES["minizero3-resume"] = 3  # after a first step in stage 1, from its checkpoint
-METHODS = list(STAGES)
 KINDS = ("", "-acc4", "-bf16")  # of each one process is trained, which the others are compared with
 
 
@@ -64,23 +57,6 @@ EXACT = {"loss64": 1e-12, "parameters64": 1e-12}
 EPSILON = 2.0**-23  # of fp32, in which all weights that an optimizer moves are kept
 # Room for TCP/IP headers and barriers on the loopback interface, and for Adam's step counters, one for each parameter.
 LOOPBACK_EXTRA, STATE_EXTRA = 0.02, 0.01
-
-
-@dataclass
-class Job:
-    """What a run trains, and where rank 0 leaves the result. Methods "one…" write `reference`, the others read it."""
-
-    method: str
-    width: int
-    layers: int
-    context: int
-    batch: int
-    steps: int
-    timeout: float
-    count_loopback: bool
-    reference: str
-    result: str
-    ranks: list[int]  # all numbers of ranks that are compared, for the one process
 
 
 def limits(rounding: dict[str, float], steps: int) -> dict[str, float]:
@@ -172,7 +148,7 @@ def yardstick(kind: str, one: dict[str, Any]) -> str:
 
 def run(job: Job, world: int) -> dict[str, Any]:
     """Start the ranks of one job; what they measured. A run that breaks has "faults"."""
-    script = Path(__file__).with_name("_parity_rank.py")
+    script = Path(__file__).with_name("compare") / "parity_rank.py"
     try:
         launch(script, [json.dumps(asdict(job))], world, job.timeout + 5)
     except RankFailure as failure:

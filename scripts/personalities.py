@@ -25,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from _launch import enter_empty_network
+from compare.launch import enter_empty_network
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ("00_ranks", "26_config", "34_claims")  # with --quick: ranks, and what DeepSpeed says of this machine

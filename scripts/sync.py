@@ -26,9 +26,11 @@ class SyncError(Exception):
     """A tag that names nothing; the message names notebook, cell and tag."""
 
 
-def find(tree: ast.AST, names: list[str]) -> ast.AST | None:
+def find(tree: ast.AST, names: list[str]) -> ast.stmt | None:
     """The class, function or assignment that `names` leads to, one level of nesting per name."""
     for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.stmt):
+            continue
         targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
         if names[0] in [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]:
             return find(node, names[1:]) if names[1:] else node

@@ -134,8 +134,7 @@ def test_what_the_notebooks_import_is_in_what_the_cell_installs() -> None:
     for file in (ROOT / "book").glob("*.ipynb"):
         code = ["".join(c["source"]) for c in json.loads(file.read_text())["cells"] if c["cell_type"] == "code"]
         imported |= set(re.findall(r"^\s*(?:import|from) ([a-z]\w*)", "\n".join(code), re.MULTILINE))
-    ours = {file.stem for file in (ROOT / "scripts").glob("*.py")} | {"minizero"}
-    missing = imported - set(sys.stdlib_module_names) - ours - {name.replace("-", "_") for name in named}
+    missing = imported - set(sys.stdlib_module_names) - {"minizero"} - {name.replace("-", "_") for name in named}
     assert missing - {"IPython"} == set()  # which every kernel has
 
 

@@ -16,9 +16,10 @@ import sync
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "minizero"
 NOTEBOOKS = sorted((ROOT / "book").glob("*.ipynb"))
+OF_SCRIPTS = {file.stem for file in (ROOT / "scripts").rglob("*.py")} - {"__init__"}
 MODULES = {file.stem: file for file in sorted(PACKAGE.glob("*.py")) if file.stem != "__init__"}
 # A model, a text, arithmetic and rank cells are of use without the rest; the helpers of `ranks` are chapter 00 with it.
-ALONE = {"models", "data", "memory", "ranks", "figures"}
+ALONE = {"models", "data", "memory", "meter", "ranks", "figures"}
 
 
 def imports(module: str) -> set[str]:
@@ -121,6 +122,14 @@ def test_a_notebook_is_committed_without_outputs_and_with_an_id_for_every_cell(f
     code = [cell for cell in raw["cells"] if cell["cell_type"] == "code"]
     assert [cell["id"] for cell in code if cell["outputs"] or cell["execution_count"] is not None] == []
     assert "widgets" not in raw["metadata"]
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_imports_from_packages_alone(file: Path) -> None:
+    """What a reader imports is installed, wherever the notebook lies: no cell looks for modules in a folder."""
+    code = "\n".join(cell.source for cell in nbformat.read(file, as_version=4).cells if cell.cell_type == "code")
+    assert re.findall(r".*sys\.path.*|.*PYTHONPATH.*", code) == []
+    assert re.findall(rf"^\s*(?:from|import) (?:{'|'.join(OF_SCRIPTS)})\b.*", code, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)

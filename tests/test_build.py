@@ -15,17 +15,17 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import _execute
-import _outputs
 import nbformat
 import pytest
 from docutils.core import publish_doctree
 from sphinx import addnodes
 
+from pages import execute, outputs
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "book" / "_ext"))
 chapters = importlib.import_module("chapters")
-SCRIPTS = ("book.py", "_execute.py", "_outputs.py")
+SCRIPTS = ("book.py", "pages/__init__.py", "pages/execute.py", "pages/outputs.py")
 # Each of these notebooks stops in its second cell, [2], in its own way.
 BAD = {
     "12_divides": "x = 1\n1 / 0",
@@ -49,7 +49,7 @@ class Book:
         for folder in ("_ext", "_static"):
             ignored = shutil.ignore_patterns("__pycache__", "vendor")
             shutil.copytree(ROOT / "book" / folder, root / "book" / folder, ignore=ignored)
-        for name in ("scripts", "src", "configs", "slurm"):
+        for name in ("scripts", "scripts/pages", "src", "configs", "slurm"):
             (root / name).mkdir()
         for name in (*(f"scripts/{script}" for script in SCRIPTS), "requirements.txt", "pyproject.toml"):
             shutil.copy(ROOT / name, root / name)
@@ -215,9 +215,9 @@ def test_an_expected_error_keeps_your_line_the_last_frame_and_the_message_withou
         "display_data", data={"image/png": "/home/somebody/", "text/plain": "/home/somebody/"}
     )
     cell = nbformat.v4.new_code_cell("f()", outputs=[error, said, picture], metadata={"tags": ["raises-exception"]})
-    names = _outputs.folders_of_this_machine(root, root / "_build" / "executed")
-    _outputs.tidy(nbformat.v4.new_notebook(cells=[cell]), names)
-    shown = _execute.ANSI.sub("", "\n".join(cell.outputs[0].traceback))
+    names = outputs.folders_of_this_machine(root, root / "_build" / "executed")
+    outputs.tidy(nbformat.v4.new_notebook(cells=[cell]), names)
+    shown = execute.ANSI.sub("", "\n".join(cell.outputs[0].traceback))
     assert shown.strip() == SHORT.format(*folders).strip()
     assert cell.outputs[1].text == "minizero/zero.py and ."
     assert cell.outputs[2].data == {"image/png": "/home/somebody/", "text/plain": "~/"}
@@ -225,10 +225,10 @@ def test_an_expected_error_keeps_your_line_the_last_frame_and_the_message_withou
 
 def test_a_traceback_that_ends_in_a_cell_and_one_without_frames() -> None:
     through = [TRACEBACK[3], "Cell In[2], line 1\n----> 1 x"]
-    assert _outputs.trimmed(through) == ["   (... 1 more frame ...)\n", "Cell In[2], line 1\n----> 1 x\n"]
-    assert _outputs.trimmed(["RankError: rank 1"]) == ["RankError: rank 1"]
+    assert outputs.trimmed(through) == ["   (... 1 more frame ...)\n", "Cell In[2], line 1\n----> 1 x\n"]
+    assert outputs.trimmed(["RankError: rank 1"]) == ["RankError: rank 1"]
     chain = "\nThe above exception was the direct cause of the following exception:\n"
-    assert _outputs.trimmed([*TRACEBACK, chain, "RankError: rank 1"]) == ["RankError: rank 1"]
+    assert outputs.trimmed([*TRACEBACK, chain, "RankError: rank 1"]) == ["RankError: rank 1"]
 
 
 # ---- book/_ext/chapters.py

@@ -11,6 +11,7 @@ from minizero.collectives import (
     ReduceScatter,
     init_distributed,
     launch_all_gather,
+    over_ranks,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
@@ -108,6 +109,15 @@ def _timeout() -> float:
 
 def test_roll_call_waits_as_long_as_the_group() -> None:
     assert run_ranks(2, _timeout, group_timeout=17.0) == [17.0, 17.0]
+
+
+def _means_and_maxima() -> list[list[float]]:
+    cpu, rank = torch.device("cpu"), float(dist.get_rank())
+    return [over_ranks("mean", [rank, 5.0], cpu), over_ranks("max", [rank, -rank], cpu), over_ranks("mean", [], cpu)]
+
+
+def test_values_over_ranks_are_the_same_list_on_all() -> None:
+    assert run_ranks(4, _means_and_maxima) == [[[1.5, 5.0], [3.0, 0.0], []]] * 4
 
 
 def _alone() -> tuple[str, int, str]:

@@ -29,7 +29,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from _rank import live_storages
 from harness import RankFailure, run_ranks
 from test_checkpoint import Everything, assert_same, everything_of, start, train
 from torch import Tensor, nn
@@ -39,6 +38,7 @@ import minizero
 from minizero import checkpoint, files, manifest, one_file
 from minizero.data import Batches
 from minizero.manifest import CheckpointError
+from minizero.meter import live_storages
 from minizero.precision import LossScaler
 from minizero.snapshot import Ranks
 

@@ -15,9 +15,14 @@ import bench
 import pytest
 import torch
 import torch.distributed as dist
-from _launch import RankFailure, launch
-from _methods import MiniZero, builders, in_parts
-from _parity_rank import (
+from bench import check_losses
+from harness import run_ranks
+from parity import EXACT, KINDS, faults, limits
+
+from compare.job import METHODS, Job
+from compare.launch import RankFailure, launch
+from compare.methods import MiniZero, builders, in_parts
+from compare.parity_rank import (
     Trained,
     at_start,
     compare,
@@ -27,11 +32,6 @@ from _parity_rank import (
     train_sgd,
     train_twice,
 )
-from _rank import MemoryMark
-from bench import check_losses
-from harness import run_ranks
-from parity import EXACT, KINDS, METHODS, Job, faults, limits
-
 from minizero.data import Batches, load_corpus
 from minizero.precision import Precision
 
@@ -59,20 +59,21 @@ def write(folder: Path, source: str) -> Path:
 def test_ranks_find_each_other_and_end_cleanly(tmp_path: Path) -> None:
     source = """
 import torch, torch.distributed as dist
-from _rank import over_ranks, run_rank
+from compare.rank import run_rank
+from minizero.collectives import over_ranks
 def work(device):
-    ours = over_ranks("mean", [float(rank), 5.0], device) + over_ranks("max", [float(rank)], device)
+    ours = over_ranks("max", [float(rank), 5.0], device)
     open(sys.argv[1] + rank, "w").write(repr(ours))
 run_rank(work, 60.0)
 """
     launch(write(tmp_path, source), [f"{tmp_path}/result"], 2, 90.0)
-    assert [(tmp_path / f"result{rank}").read_text() for rank in (0, 1)] == ["[0.5, 5.0, 1.0]"] * 2
+    assert [(tmp_path / f"result{rank}").read_text() for rank in (0, 1)] == ["[1.0, 5.0]"] * 2
 
 
 def test_the_rank_that_failed_first_is_shown_first(tmp_path: Path) -> None:
     source = """
 import torch, torch.distributed as dist
-from _rank import run_rank
+from compare.rank import run_rank
 def work(device):
     if rank == "1":
         raise ValueError("broken on purpose")
@@ -110,7 +111,7 @@ def test_a_run_without_end_is_ended(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
 def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
     script = write(tmp_path, "open(sys.argv[1] + rank, 'w').write(str(os.getpid()))\ntime.sleep(600)")
-    call = f"from _launch import *\nlaunch(Path({str(script)!r}), ['{tmp_path}/pid'], 2, 600.0)"
+    call = f"from compare.launch import *\nlaunch(Path({str(script)!r}), ['{tmp_path}/pid'], 2, 600.0)"
     launcher = subprocess.Popen([sys.executable, "-c", call], cwd=SCRIPTS)
     pids = [tmp_path / "pid0", tmp_path / "pid1"]
     wait_for(lambda: all(file.exists() and file.read_text() for file in pids))
@@ -129,7 +130,7 @@ def wait_for(condition, seconds: float = 60.0) -> None:
 def test_the_loopback_counter_counts_each_byte_once() -> None:
     source = """
 import socket
-from _launch import enter_empty_network, loopback_bytes
+from compare.launch import enter_empty_network, loopback_bytes
 reason = enter_empty_network()
 if reason:
     sys.exit(reason)
@@ -155,19 +156,6 @@ print(loopback_bytes())
 
 
 # ---- counting and judging ----------------------------------------------------------------------------------------
-
-
-def test_memory_counts_storages_once_and_gradients_too() -> None:
-    mark = MemoryMark(torch.device("cpu"))
-    weight = torch.nn.Parameter(torch.zeros(1000))
-    views = [weight.detach()[:10], weight.view(10, 100), torch.empty(50, device="meta")]
-    assert mark.tensors() == 4000
-    weight.square().sum().backward()  # a gradient that no Python object has been made for
-    assert mark.tensors() == 8000
-    weight.grad = None
-    weight.untyped_storage().resize_(0)
-    assert mark.tensors() == 0
-    del views
 
 
 ROUNDING = {"loss32": 2e-6, "parameters32": 1e-5, "sgd32": 1e-6, "loss": 5.5, "reach": 10.0}
@@ -394,12 +382,20 @@ def test_parity_without_deepspeed_fails(tmp_path: Path) -> None:
     package = tmp_path / "hidden" / "deepspeed"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ModuleNotFoundError('No module named deepspeed')")
+    path = os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))
     options = [*TINY, "--width", "48", "--steps", "4", "--json", f"{tmp_path}/figures.json"]
-    answer = run_script("parity.py", *options, "--methods", "deepspeed2", PYTHONPATH=str(package.parent))
+    answer = run_script("parity.py", *options, "--methods", "deepspeed2", PYTHONPATH=path)
     assert answer.returncode == 1
     assert answer.stdout.splitlines()[-1] == "0 passed, 1 failed"
     assert "deepspeed2 on 2 ranks: DeepSpeed cannot be used here" in answer.stdout
     assert "No module named deepspeed" in answer.stderr
+
+
+def test_scripts_has_commands_and_folders_of_what_they_are_made_of() -> None:
+    parts = [name for name in os.listdir(SCRIPTS) if name not in ("__pycache__", "compare", "pages", "training")]
+    assert [name for name in parts if name.startswith("_") or not (SCRIPTS / name).is_file()] == []
+    commands = {name: (SCRIPTS / name).read_text() for name in parts if name.endswith(".py")}
+    assert [name for name, text in commands.items() if '\nif __name__ == "__main__":\n' not in text] == []
 
 
 def test_options_that_cannot_work_are_named() -> None:

@@ -29,6 +29,9 @@ from plain import assert_within, with_limits
 from safetensors.torch import load_file
 
 from minizero.data import Batches, load_corpus
+from minizero.launch import Place
+from training import stopping
+from training.report import draw
 
 SCRIPT = Path(train.__file__)
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "4", "--lr", "0.01"]
@@ -167,7 +170,7 @@ def check_output(output: str, folder: Path, losses: list[float]) -> None:
 
 def test_the_figure_shows_every_step_and_both_held_out_losses(tmp_path: Path) -> None:
     options = train.parse_options([*SIZES, "--out", str(tmp_path)])
-    train.draw([5.0, 4.0, 3.0], [5.5, 2.5], options, tmp_path / "loss.svg")
+    draw([5.0, 4.0, 3.0], [5.5, 2.5], options, tmp_path / "loss.svg")
     svg = (tmp_path / "loss.svg").read_text()
     line = max(re.findall(r'<path d="([^"]*)"[^>]*stroke: #0072b2', svg), key=len)
     assert len(re.findall(r"[ML] ", line)) == 3
@@ -190,11 +193,12 @@ def test_the_figure_shows_every_step_and_both_held_out_losses(tmp_path: Path) ->
         ("--warmup -1", "--warmup must not be negative, got -1"),
         ("--batch 5", "--batch must be a multiple of the number of ranks, got 5 for 2 ranks"),
         ("--width 10 --heads 4", "heads must divide width: 4 heads, width 10"),
-        ("--text /nowhere/at/all", "No such file or directory: '/nowhere/at/all'"),
-        ("--text /", "Is a directory: '/'"),
+        ("--text /nowhere/at/all", "--text: [Errno 2] No such file or directory: '/nowhere/at/all'"),
+        ("--text /", "--text: [Errno 21] Is a directory: '/'"),
         ("--text {text} --context 40001", "numbers.txt is too short"),
         ("--text {text} --batch 400 --context 16", "but one global batch needs 400: 2 ranks with batch 200"),
-        ("--out {text}", "File exists"),
+        ("--out {text}", "--out: [Errno 17] File exists"),
+        ("--config /nowhere/at/all", "/nowhere/at/all"),
         ("--every 5", "--every and --resume need --save FOLDER"),
         ("--resume", "--every and --resume need --save FOLDER"),
         ("--save {text}.d --stage 0", "--save is for stages 1 to 3"),
@@ -206,10 +210,8 @@ def test_bad_options_are_named_on_one_line_of_every_rank(
     arguments: str, message: str, text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "RANK", 1)
-    monkeypatch.setattr(train, "WORLD", 2)
     with pytest.raises(SystemExit) as ended:
-        train.parse_options(arguments.format(text=text).split())
+        train.parse_options(arguments.format(text=text).split(), Place(1, 2))
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("train.py, rank 1: error: ")
@@ -217,24 +219,17 @@ def test_bad_options_are_named_on_one_line_of_every_rank(
     assert error.count("\n") == 1
 
 
-def test_each_rank_gets_its_part_of_the_global_batch(
-    text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_each_rank_gets_its_part_of_the_global_batch(text: Path, tmp_path: Path) -> None:
     arguments = [*SIZES, "--text", str(text), "--out", str(tmp_path)]
     whole = train.parse_options(arguments)
-    monkeypatch.setattr(train, "WORLD", 2)
-    parts = []
-    for rank in range(2):
-        monkeypatch.setattr(train, "RANK", rank)
-        # the launcher of deepspeed adds --local_rank=N
-        parts.append(train.parse_options([f"--local_rank={rank}", *arguments]))
+    # the launcher of deepspeed adds --local_rank=N
+    parts = [train.parse_options([f"--local_rank={rank}", *arguments], Place(rank, 2)) for rank in range(2)]
     for batches in ("training", "held_out"):
         together = [getattr(part, batches).at(5)[0] for part in parts]
         assert torch.equal(torch.cat(together), getattr(whole, batches).at(5)[0])
 
 
 def other_text(text: Path) -> None:
-    train.WORLD = dist.get_world_size()
     corpus = load_corpus(text, context=16)
     train.check_same_text(corpus)
     if dist.get_rank() == 1:
@@ -291,11 +286,11 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(text: Path, tmp_path:
 
 
 def wait_for_a_peer_that_hangs() -> None:
-    train.GRACE_SECONDS = 0.3
+    stopping.GRACE_SECONDS = 0.3
     if dist.get_rank() == 1:
         time.sleep(5)
     else:
-        with train.StopRequest():
+        with stopping.StopRequest():
             threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
             dist.recv(torch.zeros(1), src=1)  # in here no Python handler runs
 
@@ -309,9 +304,9 @@ def test_a_signal_ends_a_rank_that_is_deep_in_a_collective() -> None:
 
 def signals_before_and_after() -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    train.GRACE_SECONDS = 0.0
+    stopping.GRACE_SECONDS = 0.0
     threads = threading.active_count()
-    with train.StopRequest() as stop:
+    with stopping.StopRequest() as stop:
         pass
     time.sleep(0.2)
     assert stop.signal == 0
@@ -363,11 +358,10 @@ def resume_again(options: list[str | Path]) -> None:
 
 def article(arguments: list[str], killed: bool) -> None:
     """A rank of the run with the article's file; in step 8 rank 1 is killed, when the checkpoint of step 4 is there."""
-    train.RANK, train.WORLD = dist.get_rank(), dist.get_world_size()
     plain, latest = Batches.at, Path(arguments[arguments.index("--save") + 1], "latest")
 
     def at(self: Batches, step: int) -> Any:
-        if killed and step == 7 and train.RANK == 1 and len(self) > 8:
+        if killed and step == 7 and dist.get_rank() == 1 and len(self) > 8:
             while not latest.exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -462,3 +456,36 @@ def test_a_sigterm_to_the_ranks_of_torchrun_that_ends_well_is_no_failure(text: P
     step = int(re.search(r"stopped after step (\d+) by SIGTERM", output)[1])
     assert (tmp_path / "saved" / "latest").read_text() == f"step-{step:06}\n"
     assert "Traceback" not in output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
+def test_ranks_go_with_a_torchrun_that_is_killed(text: Path, tmp_path: Path) -> None:
+    command = [*torchrun(2), SCRIPT, *SIZES, "--text", text, "--out", tmp_path, "--steps", "100000"]
+    with started(*command) as process:
+        wait_for_rows(tmp_path, 3, process)
+        ranks = psutil.Process(process.pid).children()
+        assert len(ranks) == 2
+        process.kill()
+        process.wait()
+        gone, alive = psutil.wait_procs(ranks, timeout=10)
+        for rank in alive:
+            rank.kill()
+    assert (len(gone), len(alive)) == (2, 0)
+
+
+def test_a_rank_that_no_torchrun_started_outlives_its_parent(text: Path, tmp_path: Path) -> None:
+    """As after `nohup python scripts/train.py &` and a logout."""
+    options = map(str, [*SIZES, "--text", text, "--out", tmp_path, "--steps", "100000"])
+    call = f"import subprocess, sys; print(subprocess.Popen([sys.executable, {str(SCRIPT)!r}, *{[*options]}]).pid)"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    with (tmp_path / "pid").open("w") as out:
+        subprocess.run([sys.executable, "-c", call], env=environment, stdout=out, stderr=subprocess.DEVNULL, check=True)
+    orphan = psutil.Process(int((tmp_path / "pid").read_text().split()[0]))
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "loss.csv").exists() or len(rows(tmp_path)) < 3:
+            assert orphan.is_running()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        orphan.kill()

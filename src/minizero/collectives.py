@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -178,6 +179,17 @@ class ReduceScatter:
         first, *others = addends
         total: Tensor = sum((other.to(dtype) for other in others), first.to(dtype, copy=not others))
         return total
+
+
+def over_ranks(operation: Literal["mean", "max"], values: Sequence[float], device: torch.device) -> list[float]:
+    """Element by element over the ranks, in float64, the same list on all: their losses become the batch's loss.
+
+    A collective of the default group: each rank gives equally many numbers. They travel on `device`.
+    """
+    result = torch.tensor(values, dtype=torch.float64, device=device)
+    with on_all_ranks(f"take the {operation} over the ranks"):
+        dist.all_reduce(result, dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM)
+    return [value / (dist.get_world_size() if operation == "mean" else 1) for value in result.tolist()]
 
 
 @contextmanager

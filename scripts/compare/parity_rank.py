@@ -22,18 +22,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _launch import loopback_bytes
-from _methods import Method, OptimizerClass, RefusedError, builders
-from _rank import MemoryMark, build_model, over_ranks, run_rank
-from parity import STAGES, Job
 from torch import Tensor
 
+from compare.job import STAGES, Job
+from compare.launch import loopback_bytes
+from compare.methods import Method, OptimizerClass, RefusedError, builders
+from compare.rank import build_model, run_rank
 from minizero import GPT, GPTConfig, Ledger
 from minizero.accumulation import step_traffic
+from minizero.collectives import over_ranks
 from minizero.courier import offloaded_states
 from minizero.data import Batches, load_corpus
 from minizero.ledger import ring_bytes
 from minizero.memory import model_states, padding
+from minizero.meter import MemoryMark
 
 SGD_STEPS = 5  # a wrong gradient is orders of magnitude above rounding at the first, in float64 ten
 LR_ADAMW, LR_SGD = 1e-3, 1e-2

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _deepspeed_op import quote_library_path
 from torch import Tensor, nn
 
 import minizero
+from compare.deepspeed_op import quote_library_path
 from minizero import GPT, checkpoint
 from minizero.offload import offload_optimizer
 from minizero.precision import Precision
 
-DEEPSPEED_FILE = Path(__file__).resolve().parents[1] / "configs" / "zero3.json"
+DEEPSPEED_FILE = Path(__file__).resolve().parents[2] / "configs" / "zero3.json"
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]  # called with parameters and lr=
 
@@ -41,13 +41,15 @@ class Method:
     """
 
     parts, max_norm, exact_norm = 1, 0.0, False
+    network: Any  # a module, or what the library makes of it
+    optimizer: Any
 
     def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float) -> None:
         self.network = self.distribute(model)
         self.optimizer = optimizer_class(self.network.parameters(), lr=lr)
         self.norms: list[float] = []
 
-    def distribute(self, model: GPT) -> nn.Module:
+    def distribute(self, model: GPT) -> Any:
         """What the method does to the model before the optimizer is made."""
         return model
 
@@ -64,7 +66,7 @@ class Method:
 
     def clip(self) -> float:
         """Scale the gradients to `max_norm`; returns their norm before, added up in float64 if `exact_norm`."""
-        gradients = [parameter.grad for parameter in self.network.parameters()]
+        gradients: list[Tensor] = [parameter.grad for parameter in self.network.parameters()]
         norm = nn.utils.get_total_norm([g.double() for g in gradients] if self.exact_norm else gradients)
         nn.utils.clip_grads_with_norm_(self.network.parameters(), self.max_norm, norm)
         return float(norm)
@@ -104,6 +106,7 @@ class InBF16(Method):
         loss = self.copy(x, y)
         loss.backward()
         for master, rounded in pairs:
+            assert rounded.grad is not None
             share = rounded.grad.to(master.dtype) / self.parts
             master.grad = share if master.grad is None else master.grad + share
             rounded.grad = None
@@ -125,7 +128,7 @@ class DDP(Method):
 class FSDP2(Method):
     """torch's fully_shard, one unit per block and one for the rest: its tutorial's setup, and minizero's units."""
 
-    def distribute(self, model: GPT) -> nn.Module:
+    def distribute(self, model: GPT) -> Any:
         """Shard in place; parameters become DTensors."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -146,7 +149,8 @@ class FSDP2(Method):
 
     def full_parameters(self) -> dict[str, Tensor]:
         """All-gather each DTensor."""
-        return {name: parameter.full_tensor() for name, parameter in super().full_parameters().items()}
+        parameters: dict[str, Any] = dict(super().full_parameters())
+        return {name: parameter.full_tensor() for name, parameter in parameters.items()}
 
 
 class FSDP2InBF16(FSDP2):
@@ -236,7 +240,7 @@ class MiniZero(Method):
     """minizero's stages 1 to 3, one unit per block and one for the rest."""
 
     def __init__(
-        self, model: GPT, optimizer_class: OptimizerClass, lr: float, stage: int, dtypes: Precision | None = None
+        self, model: GPT, optimizer_class: Any, lr: float, stage: int, dtypes: Precision | None = None
     ) -> None:
         self.network = model
         self.zero = minizero.Zero(model, units=model.blocks, stage=stage, dtypes=dtypes)
@@ -255,7 +259,7 @@ class MiniZero(Method):
 class Offloaded(MiniZero):
     """minizero's stage 3 with masters and optimizer states in host memory."""
 
-    def __init__(self, model: GPT, optimizer_class: OptimizerClass, lr: float) -> None:
+    def __init__(self, model: GPT, optimizer_class: Any, lr: float) -> None:
         self.network = model
         self.zero = minizero.Zero(model, units=model.blocks)
         self.optimizer = offload_optimizer(self.zero, optimizer_class, lr=lr)
@@ -314,7 +318,7 @@ def builders(micro_batch: int) -> dict[str, Callable[[GPT, OptimizerClass, float
         named[f"{name}-acc4"] = partial(in_parts, named[name], 1 if name == "one" else 4)
     named["one-bf16"], named["fsdp2-bf16"] = InBF16, FSDP2InBF16
     for stage in (1, 2, 3):
-        bf16 = {"bf16": {"enabled": True}}
+        bf16: dict[str, Any] = {"bf16": {"enabled": True}}
         named[f"deepspeed{stage}-bf16"] = partial(DeepSpeed, stage=stage, micro_batch=micro_batch, **bf16)
         named[f"minizero{stage}-bf16"] = partial(MiniZero, stage=stage, dtypes=Precision(torch.bfloat16))
     zero = json.loads(DEEPSPEED_FILE.read_text())["zero_optimization"] | {"offload_optimizer": {"device": "cpu"}}

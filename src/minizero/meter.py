@@ -1,61 +1,19 @@
-"""What a rank of parity.py or bench.py does around its work: a clean start, a count of its memory, a clean end."""
+"""Chapter 01, the memory wall: what lives in this process now, in bytes, seen from two sides.
+
+Python knows every tensor that the program can reach, the allocator every byte that it gave out. Neither side sees what
+the other is blind to, so chapters measure with both. All figures are of this rank alone: no function here is a
+collective, and ranks may call them at different times.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
-import os
-import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from minizero import GPT, GPTConfig, init_distributed
-
-
-def run_rank(work: Callable[[torch.device], None], timeout: float) -> None:
-    """Join the group, do `work(device)`, and leave: exit code 0, or a traceback and 1. Does not return.
-
-    A rank still here after `timeout` seconds prints where it stands; one collective may wait a third of that. The exit
-    is a hard one because gloo's and DeepSpeed's threads can abort an interpreter that shuts down in the usual way.
-    """
-    faulthandler.dump_traceback_later(timeout, exit=True)
-    code = 1
-    try:
-        device = init_distributed(timeout / 3)
-        os.environ.setdefault("DS_ACCELERATOR", device.type)  # before anyone imports deepspeed
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-        work(device)
-        dist.barrier()
-        dist.destroy_process_group()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def build_model(config: GPTConfig, dtype: torch.dtype, device: torch.device) -> GPT:
-    """The same weights on every rank and in every run: drawn from seed 0 in fp32 on the CPU, then cast and moved."""
-    torch.manual_seed(0)
-    return GPT(config).to(dtype).to(device)
-
-
-def over_ranks(operation: Literal["mean", "max"], values: Sequence[float], device: torch.device) -> list[float]:
-    """Element by element over the ranks, the same list on all: their losses become the loss on the whole batch."""
-    result = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(result, dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM)
-    return [value / (dist.get_world_size() if operation == "mean" else 1) for value in result.tolist()]
-
-
-# ---- memory, seen from two sides ---------------------------------------------------------------------------------
 
 
 def live_storages() -> dict[int, int]:
@@ -68,7 +26,8 @@ def live_storages() -> dict[int, int]:
     gc.collect()
     with torch._C.DisableTorchFunctionSubclass():  # tensor subclasses answer for themselves, not for their storage
         tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-        grads = [Tensor.grad.__get__(tensor) for tensor in tensors if tensor.is_leaf]  # a sharded parameter says where
+        grad_of: Any = Tensor.grad  # a sharded parameter has a `grad` of its own, which says where it is
+        grads = [grad_of.__get__(tensor) for tensor in tensors if tensor.is_leaf]
         tensors += [grad for grad in grads if grad is not None]
         for tensor in tensors:
             # a DTensor is a wrapper without memory; its local tensor is in the list too
@@ -80,6 +39,8 @@ def live_storages() -> dict[int, int]:
 
 
 class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`: sizes in bytes, and counts."""
+
     _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
 
@@ -87,7 +48,8 @@ class _MallInfo(ctypes.Structure):
 def allocated_bytes(device: torch.device) -> int | None:
     """Live bytes of the allocator that gives tensors their memory: CUDA's caching one, or glibc's malloc on the CPU.
 
-    The second counts everything in the process, all threads, to the byte. None without glibc 2.33 or newer.
+    The second counts everything in the process, all threads, to the byte: also what is no tensor. None where nobody
+    can be asked: without glibc 2.33 or newer.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -97,11 +59,14 @@ def allocated_bytes(device: torch.device) -> int | None:
         return None
     mallinfo2.restype = _MallInfo
     info = mallinfo2()
-    return info.uordblks + info.hblkhd
+    return int(info.uordblks) + int(info.hblkhd)
 
 
 class MemoryMark:
-    """Remembers what lives at this moment; asked later, says how many bytes live besides."""
+    """Remembers what lives at this moment; asked later, says how many bytes live besides.
+
+    `device` is where tensors are expected: the allocator asked is that device's, while storages count on any device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         torch.optim.SGD([torch.zeros(1)])  # the first optimizer makes torch import 24 MB of code: let that be past
@@ -112,7 +77,7 @@ class MemoryMark:
         """Bytes of the tensor storages that were not there.
 
         A thread of gloo can hold the tensors of an operation for a moment after its end, so the least of some looks
-        counts.
+        counts. That takes a tenth of a second.
         """
         looks = []
         for _ in range(5):
@@ -122,6 +87,6 @@ class MemoryMark:
         return min(looks)
 
     def allocated(self) -> int:
-        """Bytes of the allocator, -1 where it cannot be asked."""
+        """Bytes that the allocator gave out since, less what it got back, or -1 where it cannot be asked."""
         now = allocated_bytes(self.device)
         return -1 if now is None or self._allocated is None else now - self._allocated

@@ -30,7 +30,9 @@ class RankFailure(Exception):
 
 
 def launch(script: Path, arguments: list[str], world: int, timeout: float) -> None:
-    """Run `python script *arguments` as `world` ranks with torchrun's environment variables, and wait for all of them.
+    """Run `python -P script *arguments` as `world` ranks with torchrun's environment variables, and wait for them all.
+
+    They import what lies in scripts/, and not from the folder of the script.
 
     Rank 0 keeps this terminal's stdout; what the ranks write to stderr is shown only if one fails. When one does, its
     peers get a second to fail too, then they are killed. Raises RankFailure for that, and after `timeout` seconds.
@@ -38,7 +40,7 @@ def launch(script: Path, arguments: list[str], world: int, timeout: float) -> No
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"rank{rank}") for rank in range(world)]
         port = _free_port()
-        ranks = [_start([sys.executable, str(script), *arguments], r, world, port, logs[r]) for r in range(world)]
+        ranks = [_start([sys.executable, "-P", str(script), *arguments], r, world, port, logs[r]) for r in range(world)]
         try:
             failed, why = _wait(ranks, timeout)
             # a rank writes its traceback just before it dies, and its peers notice only then
@@ -51,6 +53,9 @@ def launch(script: Path, arguments: list[str], world: int, timeout: float) -> No
                 _kill(process)
 
 
+_SCRIPTS = str(Path(__file__).resolve().parents[1])  # where `compare` is, which ranks import too
+
+
 def _start(command: list[str], rank: int, world: int, port: int, log: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "RANK": str(rank),
@@ -60,6 +65,7 @@ def _start(command: list[str], rank: int, world: int, port: int, log: Path) -> s
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(filter(None, [_SCRIPTS, os.environ.get("PYTHONPATH")])),
         "PYTHONWARNINGS": "ignore",
         "DEEPSPEED_LOG_LEVEL": "error",
     }
@@ -108,12 +114,12 @@ DEEPSPEED_SECONDS = 1800.0
 
 
 def prepare_deepspeed() -> None:
-    """Run _deepspeed_op.py, quick when it was run before. Raises RankFailure when DeepSpeed cannot be used here.
+    """Run deepspeed_op.py, quick when it was run before. Raises RankFailure when DeepSpeed cannot be used here.
 
     Ranks that meet an operator not compiled yet wait for each other, or for a compiler that was killed long ago.
     """
     try:
-        launch(Path(__file__).with_name("_deepspeed_op.py"), [], 1, DEEPSPEED_SECONDS + 5)
+        launch(Path(__file__).with_name("deepspeed_op.py"), [], 1, DEEPSPEED_SECONDS + 5)
     except RankFailure as failure:
         hint = "\nIf a compilation was interrupted before, delete ~/.cache/torch_extensions and try again."
         is_late = "Timeout (" in str(failure)  # what faulthandler writes

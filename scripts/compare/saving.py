@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _methods import FSDP2, DeepSpeed, Method, MiniZero, remove_shared, shared_folder
-from _rank import over_ranks
 from torch import Tensor
 
+from compare.methods import FSDP2, DeepSpeed, Method, MiniZero, remove_shared, shared_folder
 from minizero import checkpoint
+from minizero.collectives import over_ranks
 
 SAVED = ("fsdp2", "deepspeed3", "minizero3")  # sharded parameters and states: what the others keep whole is no match
 
@@ -34,7 +34,7 @@ def save(method: Method, folder: Path, tag: str) -> None:
     else:
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(_state(method), checkpoint_id=folder / tag)
+        dcp.save(_state(method), checkpoint_id=folder / tag)  # type: ignore[attr-defined]  # torch hands it on unsaid
 
 
 def load(method: Method, folder: Path, tag: str) -> None:
@@ -51,7 +51,7 @@ def load(method: Method, folder: Path, tag: str) -> None:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         state = _state(method)
-        dcp.load(state, checkpoint_id=folder / tag)
+        dcp.load(state, checkpoint_id=folder / tag)  # type: ignore[attr-defined]
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(method.network, method.optimizer, **parts)
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from _execute import ANSI
+from pages.execute import ANSI
 
 FRAME = re.compile(r"(Cell|File) ")
 CHAIN = re.compile("(was the direct cause of the following exception|another exception occurred):")
@@ -65,7 +65,7 @@ def folders_of_this_machine(root: Path, executed: Path) -> dict[str, str]:
     """Names for the folders of this machine, longest path first. The book in `root` was executed in `executed`."""
     home = str(Path.home())
     paths = sysconfig.get_paths()
-    ours = [executed, root / "src", root, *(paths[name] for name in ("purelib", "platlib", "stdlib"))]
+    ours: list[str | Path] = [executed, root / "src", root, *(paths[name] for name in ("purelib", "platlib", "stdlib"))]
     if sys.prefix != sys.base_prefix:  # a virtual environment; /usr is the same everywhere
         ours.append(sys.prefix)
     names = {str(folder): "" for folder in ours} | {str(Path(folder).resolve()): "" for folder in ours}

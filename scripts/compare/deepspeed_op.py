@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
-from _launch import DEEPSPEED_SECONDS
-from _rank import run_rank
+
+from compare.launch import DEEPSPEED_SECONDS
+from compare.rank import run_rank
 
 
 def quote_library_path() -> None:
