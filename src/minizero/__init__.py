@@ -3,48 +3,33 @@
 Names are looked up when they are first used: a notebook that only starts ranks does not wait for torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from minizero._face import face
 
 if TYPE_CHECKING:
-    from minizero.build import initialize
-    from minizero.launch import init_distributed
-    from minizero.ledger import Ledger
-    from minizero.models import GPT, GPTConfig
-    from minizero.optimizer import Adam, AdamW, NonFiniteGradientError
-    from minizero.placeholder import ShardedAccessError
-    from minizero.replicate import Replicated
-    from minizero.zero import Zero
-
-_MODULES = {
-    "GPT": "models",
-    "GPTConfig": "models",
-    "Adam": "optimizer",
-    "AdamW": "optimizer",
-    "Ledger": "ledger",
-    "NonFiniteGradientError": "optimizer",
-    "Replicated": "replicate",
-    "ShardedAccessError": "placeholder",
-    "Zero": "zero",
-    "init_distributed": "launch",
-    "initialize": "build",
-}
-__all__ = [
-    "GPT",
-    "Adam",
-    "AdamW",
-    "GPTConfig",
-    "Ledger",
-    "NonFiniteGradientError",
-    "Replicated",
-    "ShardedAccessError",
-    "Zero",
-    "init_distributed",
-    "initialize",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'minizero' has no attribute {name!r}")
-    return getattr(import_module(f"minizero.{_MODULES[name]}"), name)
+    from minizero.build import initialize as initialize
+    from minizero.launch import init_distributed as init_distributed
+    from minizero.ledger import Ledger as Ledger
+    from minizero.models import GPT as GPT
+    from minizero.models import GPTConfig as GPTConfig
+    from minizero.optimizer import Adam as Adam
+    from minizero.optimizer import AdamW as AdamW
+    from minizero.optimizer import NonFiniteGradientError as NonFiniteGradientError
+    from minizero.placeholder import ShardedAccessError as ShardedAccessError
+    from minizero.replicate import Replicated as Replicated
+    from minizero.zero import Zero as Zero
+else:
+    __getattr__, __dir__, __all__ = face(
+        __name__,
+        {
+            "models": "GPT GPTConfig",
+            "optimizer": "Adam AdamW NonFiniteGradientError",
+            "ledger": "Ledger",
+            "replicate": "Replicated",
+            "placeholder": "ShardedAccessError",
+            "zero": "Zero",
+            "launch": "init_distributed",
+            "build": "initialize",
+        },
+    )
