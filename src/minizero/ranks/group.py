@@ -19,10 +19,10 @@ import zmq
 from IPython.core.error import UsageError
 from IPython.display import display
 
-from minizero.rank_kernel import Failure, LiveText, Rank
-from minizero.rank_output import alike, ranks_named, together
-from minizero.rank_stop import RankError, Stop, noted_interrupts
-from minizero.rank_worker import load, save
+from minizero.ranks.kernel import Failure, LiveText, Rank
+from minizero.ranks.output import alike, ranks_named, together
+from minizero.ranks.stop import RankError, Stop, noted_interrupts
+from minizero.ranks.worker import load, save
 
 TIMEOUT = 90.0  # seconds for a cell: less than the 120 s that tools which execute notebooks allow
 _START_TIMEOUT = 60.0  # seconds for all ranks together, and
@@ -31,7 +31,7 @@ _QUIET_TIMEOUT = 30.0  # for our own requests, which no reader sees
 _ROOM = 75  # bytes of the path of the folder's parent
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # where the folder goes if TMPDIR is longer
 _UNKNOWN = ["A rank knows what `%%ranks` cells made on it; `%%ranks --local` runs a cell there and in the notebook."]
-_WORKER = "__import__('minizero.rank_worker').rank_worker"
+_WORKER = "__import__('minizero.ranks.worker').ranks.worker"
 
 
 class Ranks:

@@ -1,6 +1,6 @@
 """Chapter 00, the kernel of a rank: ipykernel's, but its output is bounded, its errors are short, and nobody types.
 
-`rank_worker.main` starts it. What a cell shows goes through `RankSession`, which keeps it as an `Output` and sends the
+`worker.main` starts it. What a cell shows goes through `RankSession`, which keeps it as an `Output` and sends the
 notebook, ten times a second at most, where that stands: a rank that prints without end sends no more than one that
 prints a little.
 """
@@ -30,8 +30,8 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 from jupyter_client.session import Session
 from traitlets import Type
 
-from minizero.rank_errors import ErrorReport, report
-from minizero.rank_output import Output, Shown
+from minizero.ranks.errors import ErrorReport, report
+from minizero.ranks.output import Output, Shown
 
 _OUTPUT = {"stream", "display_data", "execute_result", "update_display_data", "clear_output"}
 _EVERY = 0.1  # seconds between two messages
@@ -197,7 +197,7 @@ class RankShell(ZMQInteractiveShell):
 
 
 def tell_error(error: BaseException, session: RankSession) -> None:
-    """Make `error` the reason why the cell fails. `rank_worker` does not interrupt this."""
+    """Make `error` the reason why the cell fails. `worker` does not interrupt this."""
     session.error = report(error, f"Cell on rank {os.environ['RANK']}")
 
 

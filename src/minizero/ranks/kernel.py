@@ -1,6 +1,6 @@
 """Chapter 00, one rank as the notebook sees it: a kernel process, the sockets to it, and what it has said.
 
-`minizero.ranks` makes a group of these; `minizero.rank_worker` is what runs inside the process.
+`group` makes a group of these; `worker` is what runs inside the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from IPython.display import DisplayHandle, display
 from jupyter_client.connect import write_connection_file
 from jupyter_client.session import Session
 
-from minizero.rank_output import Screen, Shown
+from minizero.ranks.output import Screen, Shown
 
 # how torch.distributed says that a peer has gone
 _PEER_GONE = re.compile(r"Connection (was likely )?(closed|reset|refused)|Broken pipe|NCCL communicator was aborted")
@@ -105,7 +105,7 @@ class Rank:
         self._heard = 0  # bytes of the log that are older than the request
         with self._log.open("ab") as log:  # to append, as the rank cuts it off when it is long
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from minizero.rank_worker import main; main()", file],
+                [sys.executable, "-c", "from minizero.ranks.worker import main; main()", file],
                 env=os.environ | torchrun_environment(rank, world) | {"IPYTHONDIR": f"{folder}/ipython"},
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -176,7 +176,7 @@ class Rank:
         return "\n".join([f"the process {how}", *(line for line in log if line not in self.output.lines)])
 
     def command(self, word: str) -> None:
-        """Tell the thread beside the cell to "disconnect" or to "interrupt" (see rank_worker)."""
+        """Tell the thread beside the cell to "disconnect" or to "interrupt" (see worker)."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(f"{word}\n".encode())

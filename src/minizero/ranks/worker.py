@@ -1,6 +1,6 @@
 """Chapter 00, the inner side of `%%ranks`: what runs in the kernel of each rank beside the reader's cells.
 
-`rank_kernel` starts each kernel with `main` and a pipe as standard input. A thread obeys the commands that arrive
+`kernel` starts each kernel with `main` and a pipe as standard input. A thread obeys the commands that arrive
 there, also while the main thread is stuck in a collective; the end of the pipe is the end of the notebook.
 """
 
@@ -29,7 +29,7 @@ def main() -> None:
     commands = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a program that a cell starts must not read our commands
     threading.Thread(target=_obey, args=(commands,), daemon=True).start()
-    from minizero.rank_shell import make_app  # seconds: not before the above
+    from minizero.ranks.shell import make_app  # seconds: not before the above
 
     make_app(sys.argv[1]).start()
 

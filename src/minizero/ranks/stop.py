@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from minizero.rank_errors import wrapped
-from minizero.rank_kernel import Failure, Rank
-from minizero.rank_output import alike, ranks_named, spans
+from minizero.ranks.errors import wrapped
+from minizero.ranks.kernel import Failure, Rank
+from minizero.ranks.output import alike, ranks_named, spans
 
 # What is sent to the ranks still running, and when (seconds after the reason to stop). Broken connections come first: a
 # peer that waited for a failed rank then says where it waited. They do not come at once: ranks that fail alike end by

@@ -8,9 +8,6 @@ cell is the code of a script:
     %%ranks                            run the cell on all of them; also %%ranks [0,2] --timeout 30 --local
     losses = pull("losses")            the value of an expression on each rank, brought to the notebook
     push("rate", 0.1)                  a value of the notebook, brought to each rank
-
-`rank_group` has the group of ranks, `rank_stop` how a cell that fails is ended, `rank_kernel` one rank as seen from
-here; `rank_worker` and `rank_shell` run inside it; `rank_output` and `rank_errors` are what is shown.
 """
 
 from __future__ import annotations
@@ -25,11 +22,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import MagicArgumentParser
 
-from minizero.rank_errors import report, wrapped
-from minizero.rank_group import TIMEOUT, Ranks
-from minizero.rank_stop import RankError
-
-__all__ = ["RankError", "Ranks", "load_ipython_extension", "pull", "push", "unload_ipython_extension"]
+from minizero.ranks.errors import report, wrapped
+from minizero.ranks.group import TIMEOUT, Ranks
 
 
 @magics_class
