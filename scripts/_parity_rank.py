@@ -30,9 +30,9 @@ from torch import Tensor
 
 from minizero import GPT, GPTConfig, Ledger
 from minizero.accumulation import step_traffic
+from minizero.collectives import ring_bytes
 from minizero.courier import offloaded_states
 from minizero.data import Batches, load_corpus
-from minizero.ledger import ring_bytes
 from minizero.memory import model_states, padding
 
 SGD_STEPS = 5  # a wrong gradient is orders of magnitude above rounding at the first, in float64 ten

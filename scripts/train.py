@@ -49,11 +49,11 @@ from tqdm import tqdm
 import minizero
 from minizero import GPT, GPTConfig, checkpoint
 from minizero.checkpoint import AsyncSaver
+from minizero.collectives import LaunchError, find_place
 from minizero.config import load_config, load_for_engine
 from minizero.config_read import read_json
 from minizero.data import Batches, Corpus, decode, load_corpus
 from minizero.engine import Engine
-from minizero.launch import LaunchError, find_place
 
 try:
     RANK, WORLD = find_place()[:2]

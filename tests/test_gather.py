@@ -12,8 +12,8 @@ from harness import run_ranks
 from torch import nn
 
 import minizero
+from minizero.collectives import Ledger
 from minizero.gather import State, Unit, in_backward
-from minizero.ledger import Ledger
 from minizero.outputs import tensors_in
 from minizero.placeholder import ShardedParameter
 from minizero.sharding import FlatParameters, holders_of

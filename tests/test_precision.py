@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minizero
 from minizero import GPT, GPTConfig, Ledger
-from minizero.ledger import ring_bytes
+from minizero.collectives import ring_bytes
 from minizero.memory import PRECISIONS, model_states
 from minizero.memory import Precision as BytesPerParameter
 from minizero.precision import LossScaleError, LossScaler, Precision, cast

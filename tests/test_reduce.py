@@ -7,7 +7,7 @@ from harness import run_ranks
 from torch import nn
 
 import minizero
-from minizero.ledger import Ledger
+from minizero.collectives import Ledger
 from minizero.reduce import Bucket
 from minizero.sharding import FlatParameters, holders_of
 from minizero.spares import Spares

@@ -9,8 +9,8 @@ from minizero._face import face
 
 if TYPE_CHECKING:
     from minizero.build import initialize as initialize
-    from minizero.launch import init_distributed as init_distributed
-    from minizero.ledger import Ledger as Ledger
+    from minizero.collectives import Ledger as Ledger
+    from minizero.collectives import init_distributed as init_distributed
     from minizero.models import GPT as GPT
     from minizero.models import GPTConfig as GPTConfig
     from minizero.optimizer import Adam as Adam
@@ -25,11 +25,10 @@ else:
         {
             "models": "GPT GPTConfig",
             "optimizer": "Adam AdamW NonFiniteGradientError",
-            "ledger": "Ledger",
+            "collectives": "Ledger init_distributed",
             "replicate": "Replicated",
             "placeholder": "ShardedAccessError",
             "zero": "Zero",
-            "launch": "init_distributed",
             "build": "initialize",
         },
     )

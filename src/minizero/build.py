@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from minizero.client import Groups, describe_data, make_schedule, plan
+from minizero.collectives import find_place, init_distributed
 from minizero.config import Config, load_for_engine, optimizer_class
 from minizero.engine import Engine
 from minizero.feed import Feed, check_data
-from minizero.launch import find_place, init_distributed
 from minizero.offload import attach_offloaded
 from minizero.optimizer import slice_groups
 from minizero.precision import LossScaler, Precision

@@ -23,7 +23,7 @@ from minizero.manifest import CheckpointError as CheckpointError
 from minizero.manifest import check_tag, read_latest, read_manifest
 from minizero.one_file import OneFile, split_extras
 from minizero.reading import Reading
-from minizero.sending import as_bytes
+from minizero.replicate.sending import as_bytes
 from minizero.sharding import FlatParameters
 from minizero.snapshot import Ranks, Snapshot
 from minizero.state import extra_states, persistent_buffers

@@ -18,7 +18,7 @@ from minizero.collectives import on_all_ranks
 from minizero.gather import Unit
 from minizero.placeholder import ANEW, ShardedParameter, raise_replaced
 from minizero.replicate import check_agreement
-from minizero.sending import send_from_first
+from minizero.replicate.sending import send_from_first
 from minizero.sharding import Holder, holders_of
 from minizero.state import check_carried
 

@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from minizero.accumulation import no_sync
-from minizero.collectives import on_all_ranks
+from minizero.collectives import find_place, on_all_ranks
 from minizero.config import Config
-from minizero.launch import find_place
 from minizero.optimizer import NonFiniteGradientError
 from minizero.placeholder import NotCopied
 from minizero.precision import LossScaler

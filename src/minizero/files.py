@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from minizero.sending import as_bytes
+from minizero.replicate.sending import as_bytes
 from minizero.state import SAFETENSORS_DTYPES
 
 PARTIAL = ".partial"  # ends the name of what is not complete

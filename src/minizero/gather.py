@@ -20,11 +20,10 @@ from torch.distributed import ProcessGroup, Work
 from torch.utils.hooks import RemovableHandle
 
 from minizero.ahead import Moment, Schedule
-from minizero.collectives import Exchange, launch_all_gather, on_all_ranks
+from minizero.collectives import Exchange, RollCall, launch_all_gather, on_all_ranks
 from minizero.leaving import check_unchanged, put_stand_ins, versions, with_own_memory
 from minizero.outputs import HINT, is_plain, tensors_in
 from minizero.placeholder import NotCopied
-from minizero.roll_call import RollCall
 from minizero.sharding import FlatParameters
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from minizero.files import check_plain, checksum, decode
 from minizero.manifest import Manifest, dtype_of, file_of, moves, parse_manifest
-from minizero.sending import fill
+from minizero.replicate.sending import fill
 from minizero.snapshot import Ranks, group_names, set_random_states
 from minizero.state import SAFETENSORS_DTYPES, extra_states, persistent_buffers, tell_loaded
 from minizero.zero import Zero

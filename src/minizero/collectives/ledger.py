@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minizero.collectives import ALL_GATHER_TAG, ALL_TO_ALL_TAG, ROLL_CALL_TAG
+from minizero.collectives.exchange import ALL_GATHER_TAG, ALL_TO_ALL_TAG, ROLL_CALL_TAG
 
 
 def ring_bytes(kind: str, nbytes: float, world: int) -> float:

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from minizero.launch import init_distributed as init_distributed
-
 # torch 2.13 renamed these two; the old names still work there, with a warning for each call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, Work
 
-from minizero.sending import check_tensor, send_from_first
+from minizero.replicate.sending import check_tensor, send_from_first
 
 
 @torch.no_grad()

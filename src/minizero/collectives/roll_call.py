@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from minizero.collectives import ROLL_CALL_TAG, Exchange, on_all_ranks, timeout_of
+from minizero.collectives.exchange import ROLL_CALL_TAG, Exchange, on_all_ranks, timeout_of
 
 _companions: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = WeakKeyDictionary()
 
