@@ -125,7 +125,7 @@ def waits(compute: Sequence[float], gather: Sequence[float], count: int) -> list
 
     Args:
         compute: seconds that each use computes, in their order.
-        gather: seconds that each use's gather takes on the link, for instance `collectives.ring_seconds("all_gather", …)`.
+        gather: seconds that each use's gather takes on the link, for instance `ring_seconds("all_gather", …)`.
         count: how many uses are gathered ahead of the one that computes.
     """
     if len(compute) != len(gather):
