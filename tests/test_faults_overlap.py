@@ -13,7 +13,7 @@ from reference import assert_close
 from torch import Tensor, nn
 
 import minizero
-import minizero.gather
+import minizero.gather.units
 import minizero.reduce
 from minizero.prefetch import ByBytes, ByCount
 
@@ -41,7 +41,7 @@ class Chain(nn.Module):
 class LateGather:
     """An all-gather whose destination is full of NaN until somebody has waited for it."""
 
-    launch = staticmethod(minizero.gather.launch_all_gather)
+    launch = staticmethod(minizero.gather.units.launch_all_gather)
 
     def __init__(self, full: Tensor, shard: Tensor, group: Any) -> None:
         self._full, self._arriving = full, torch.empty_like(full)
@@ -105,7 +105,7 @@ def one_process(accumulated: int) -> dict[str, Tensor]:
 
 
 def whatever_the_schedule(stage: int) -> None:
-    minizero.gather.launch_all_gather = LateGather  # type: ignore[attr-defined]
+    minizero.gather.units.launch_all_gather = LateGather  # type: ignore[attr-defined]
     minizero.reduce.ReduceScatter = WatchedReduce  # type: ignore[misc]
     for accumulated in (1, 3):
         first = train(stage, 0, accumulated, None)

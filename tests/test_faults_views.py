@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 
 import minizero
 from minizero.collectives import RollCall
-from minizero.placeholder import ShardedAccessError
+from minizero.sharding import ShardedAccessError
 
 preload("transformers.utils")
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,4 +1,4 @@
-"""precision.py and the masters in sharding.py: 16 bits where it is said, 32 where it matters, the bytes of theory."""
+"""precision.py and the masters in sharding/: 16 bits where it is said, 32 where it matters, the bytes of theory."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minizero
 from minizero.construct import default_units, plan_units
-from minizero.placeholder import ShardedParameter
+from minizero.sharding import ShardedParameter
 
 CONFIG = {"vocab_size": 16, "context": 8, "layers": 3, "width": 8, "heads": 2}
 

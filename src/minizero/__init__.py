@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from minizero.optimizer import Adam as Adam
     from minizero.optimizer import AdamW as AdamW
     from minizero.optimizer import NonFiniteGradientError as NonFiniteGradientError
-    from minizero.placeholder import ShardedAccessError as ShardedAccessError
     from minizero.replicate import Replicated as Replicated
+    from minizero.sharding import ShardedAccessError as ShardedAccessError
     from minizero.zero import Zero as Zero
 else:
     __getattr__, __dir__, __all__ = face(
@@ -27,7 +27,7 @@ else:
             "optimizer": "Adam AdamW NonFiniteGradientError",
             "collectives": "Ledger init_distributed",
             "replicate": "Replicated",
-            "placeholder": "ShardedAccessError",
+            "sharding": "ShardedAccessError",
             "zero": "Zero",
             "build": "initialize",
         },

@@ -13,8 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from minizero.optimizer import slice_groups
-from minizero.placeholder import NotCopied
-from minizero.sharding import FlatParameters
+from minizero.sharding import FlatParameters, NotCopied
 
 STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what calls the hooks, and every optimizer's step
 

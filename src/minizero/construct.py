@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from minizero.blank import Blanks, UnfilledError, meta_tensors
 from minizero.collectives import on_all_ranks
 from minizero.gather import Unit
-from minizero.placeholder import ANEW, ShardedParameter, raise_replaced
 from minizero.replicate import check_agreement
 from minizero.replicate.sending import send_from_first
 from minizero.sharding import Holder, holders_of
+from minizero.sharding.placeholder import ANEW, ShardedParameter, raise_replaced
 from minizero.state import check_carried
 
 

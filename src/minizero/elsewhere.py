@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 
 from minizero.gather import in_backward
-from minizero.placeholder import ANEW, refuse_gradient
 from minizero.reduce import Bucket, Reducer
+from minizero.sharding.placeholder import ANEW, refuse_gradient
 
 GRAD: Any = Tensor.grad  # as C++ has it
 

@@ -26,10 +26,10 @@ from minizero.accumulation import no_sync
 from minizero.collectives import find_place, on_all_ranks
 from minizero.config import Config
 from minizero.optimizer import NonFiniteGradientError
-from minizero.placeholder import NotCopied
 from minizero.precision import LossScaler
 from minizero.resume import Resumable
 from minizero.schedules import Ahead
+from minizero.sharding import NotCopied
 from minizero.zero import Zero
 
 

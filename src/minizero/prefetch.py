@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minizero.ahead import Moment, Schedule
-from minizero.gather import State, Unit
+from minizero.gather import Moment, Schedule, State, Unit
 
 
 def full_bytes(unit: Unit) -> int:

@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from minizero.collectives import ReduceScatter, on_all_ranks
 from minizero.gather import State, Unit
-from minizero.placeholder import NotCopied
-from minizero.sharding import FlatParameters
+from minizero.sharding import FlatParameters, NotCopied
 from minizero.spares import Spares
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves_with_path, tree_map_with_path
 
-from minizero.placeholder import ShardedAccessError, ShardedParameter, plain_name
 from minizero.replicate.sending import check_tensor, fill
 from minizero.sharding import holders_of
+from minizero.sharding.placeholder import ShardedAccessError, ShardedParameter, plain_name
 
 # The dtypes that a file can hold, by their names in the safetensors format.
 SAFETENSORS_DTYPES = {

@@ -17,9 +17,8 @@ from minizero.blank import Blanks, UnfilledError
 from minizero.collectives import launch_all_gather, on_all_ranks
 from minizero.construct import Dtypes, Plan, broadcast, materialise
 from minizero.gather import Gatherer, Unit
-from minizero.placeholder import ShardedParameter
 from minizero.replicate.sending import as_bytes, fill
-from minizero.sharding import FlatParameters
+from minizero.sharding import FlatParameters, ShardedParameter
 from minizero.state import extra_states, persistent_buffers, plain_copy, tell_loaded
 
 

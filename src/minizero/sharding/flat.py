@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from minizero.placeholder import ShardedParameter, plain_name, raise_replaced
+from minizero.sharding.placeholder import ShardedParameter, plain_name, raise_replaced
 
 
 @dataclass(frozen=True)

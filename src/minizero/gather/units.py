@@ -19,12 +19,11 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import ProcessGroup, Work
 from torch.utils.hooks import RemovableHandle
 
-from minizero.ahead import Moment, Schedule
 from minizero.collectives import Exchange, RollCall, launch_all_gather, on_all_ranks
-from minizero.leaving import check_unchanged, put_stand_ins, versions, with_own_memory
-from minizero.outputs import HINT, is_plain, tensors_in
-from minizero.placeholder import NotCopied
-from minizero.sharding import FlatParameters
+from minizero.gather.ahead import Moment, Schedule
+from minizero.gather.leaving import check_unchanged, put_stand_ins, versions, with_own_memory
+from minizero.gather.outputs import HINT, is_plain, tensors_in
+from minizero.sharding import FlatParameters, NotCopied
 
 
 class State(StrEnum):

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minizero.outputs import HINT, OPAQUE, exchange, rebuilt, tensors_in
-from minizero.placeholder import ShardedParameter
-from minizero.sharding import FlatParameters
+from minizero.gather.outputs import HINT, OPAQUE, exchange, rebuilt, tensors_in
+from minizero.sharding import FlatParameters, ShardedParameter
 
 _LARGEST = 1000  # elements of a container that is searched; a longer one is a vocabulary, and would take time
 
