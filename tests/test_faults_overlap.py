@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import minizero
 import minizero.gather.units
-import minizero.reduce
+import minizero.reduce.buckets
 from minizero.prefetch import ByBytes, ByCount
 
 preload("minizero.prefetch")
@@ -55,7 +55,7 @@ class LateGather:
             self._full.copy_(self._arriving)
 
 
-class WatchedReduce(minizero.reduce.ReduceScatter):
+class WatchedReduce(minizero.reduce.buckets.ReduceScatter):
     """A reduce-scatter that finds out whether what it sends was changed while it was on its way."""
 
     def __init__(self, full: Tensor, *args: Any) -> None:
@@ -106,7 +106,7 @@ def one_process(accumulated: int) -> dict[str, Tensor]:
 
 def whatever_the_schedule(stage: int) -> None:
     minizero.gather.units.launch_all_gather = LateGather  # type: ignore[attr-defined]
-    minizero.reduce.ReduceScatter = WatchedReduce  # type: ignore[misc]
+    minizero.reduce.buckets.ReduceScatter = WatchedReduce  # type: ignore[misc]
     for accumulated in (1, 3):
         first = train(stage, 0, accumulated, None)
         for prefetch in SCHEDULES if stage == 3 else [1]:

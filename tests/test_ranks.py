@@ -333,7 +333,7 @@ def test_an_error_names_the_readers_line_and_shows_the_last_frame_of_the_package
     """Nothing of the machine's paths, nothing twice, and a long message in lines that fit a page."""
     cell = ranks.run("%%ranks\nimport minizero\n\nminizero.Zero(torch.nn.Linear(2, 2), stage=7)", fails=True)
     assert re.search(r"^-+> 3 minizero\.Zero", cell.shown_error, re.MULTILINE)
-    assert re.search(r"^minizero/zero\.py:\d+, in Zero\.__init__", cell.shown_error, re.MULTILINE)
+    assert re.search(r"^minizero/zero/stages\.py:\d+, in Zero\.__init__", cell.shown_error, re.MULTILINE)
     assert str(Path(minizero.__file__).parent) not in cell.shown_error
     raises = "raise RuntimeError(f'rank {rank} has {e}') from e"
     code = f"%%ranks\ndef f():\n    try:\n        1 / 0\n    except Exception as e:\n        {raises}\n\nf()"
@@ -819,7 +819,7 @@ def test_F53_two_notebooks_at_once_and_cells_run_again_give_the_same(tmp_path: P
 def test_what_starts_first_loads_nothing_that_takes_long() -> None:
     """A rank's kernel starts with the worker, a notebook with the face of the room, and neither waits for the rest."""
     heavy = ("torch", "IPython", "ipykernel", "jupyter_client", "zmq")
-    for first in ("minizero", "minizero.ranks", "minizero.ranks.worker"):
+    for first in ("minizero", "minizero.ranks", "minizero.ranks.worker", "minizero.zero"):
         code = f"import sys, {first}; dir({first}); print([name for name in {heavy} if name in sys.modules])"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout == "[]\n", first

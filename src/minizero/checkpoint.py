@@ -26,9 +26,9 @@ from minizero.reading import Reading
 from minizero.replicate.sending import as_bytes
 from minizero.sharding import FlatParameters
 from minizero.snapshot import Ranks, Snapshot
-from minizero.state import extra_states, persistent_buffers
-from minizero.whole import mark_changed
 from minizero.zero import Zero
+from minizero.zero.state import extra_states, persistent_buffers
+from minizero.zero.whole import mark_changed
 
 
 def save(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from minizero.replicate.sending import as_bytes
-from minizero.state import SAFETENSORS_DTYPES
+from minizero.zero.state import SAFETENSORS_DTYPES
 
 PARTIAL = ".partial"  # ends the name of what is not complete
 CHUNK = 1 << 22

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minizero.attached import slices_of
 from minizero.courier import Courier
 from minizero.mapped import MappedFile, room_for
 from minizero.optimizer import check_elementwise, slice_groups
 from minizero.sharding import FlatParameters
 from minizero.zero import Zero
+from minizero.zero.attached import slices_of
 
 States = dict[Tensor, dict[str, torch.dtype]]  # of each slice: name -> dtype
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from minizero.files import CHUNK, Spec, check_plain, checksum, durable, from_text, pieces_of, tensor_header, to_text
 from minizero.manifest import Manifest, check_tag, dtype_of, file_of, parse_manifest, read_latest, read_manifest, span
 from minizero.reading import naming, read_rest
-from minizero.state import SAFETENSORS_DTYPES
+from minizero.zero.state import SAFETENSORS_DTYPES
 
 
 def split_extras(extras: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -18,8 +18,8 @@ from minizero.files import check_plain, checksum, decode
 from minizero.manifest import Manifest, dtype_of, file_of, moves, parse_manifest
 from minizero.replicate.sending import fill
 from minizero.snapshot import Ranks, group_names, set_random_states
-from minizero.state import SAFETENSORS_DTYPES, extra_states, persistent_buffers, tell_loaded
 from minizero.zero import Zero
+from minizero.zero.state import SAFETENSORS_DTYPES, extra_states, persistent_buffers, tell_loaded
 
 # Options that learning rate schedulers write into the groups, when they are made.
 SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}

@@ -20,8 +20,8 @@ from minizero.collectives.roll_call import companion
 from minizero.files import PARTIAL, check_plain, durable, encode, flush_folder, write_tensors
 from minizero.manifest import CheckpointError, Manifest, check_tag, dtype_name, file_of, read_latest
 from minizero.sharding import FlatParameters
-from minizero.state import extra_states, persistent_buffers
 from minizero.zero import Zero
+from minizero.zero.state import extra_states, persistent_buffers
 
 T = TypeVar("T")
 

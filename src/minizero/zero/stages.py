@@ -19,14 +19,14 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from minizero import elsewhere
-from minizero.attached import Attached
-from minizero.construct import DtypePolicy, agree, check_model, plan_units
 from minizero.gather import Gatherer, Schedule, State, Unit, in_backward
 from minizero.optimizer import check_elementwise, check_state, clip_grad_norm, slice_groups
 from minizero.reduce import Reducer
 from minizero.sharding import NotCopied
-from minizero.whole import build_units, hold_gathered, mark_changed, precise, read_full_state, write_full_state
+from minizero.zero import elsewhere
+from minizero.zero.attached import Attached
+from minizero.zero.plan import DtypePolicy, agree, check_model, plan_units
+from minizero.zero.whole import build_units, hold_gathered, mark_changed, precise, read_full_state, write_full_state
 
 
 class Zero(NotCopied):

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
-from minizero.blank import Blanks, UnfilledError
 from minizero.collectives import launch_all_gather, on_all_ranks
-from minizero.construct import Dtypes, Plan, broadcast, materialise
 from minizero.gather import Gatherer, Unit
 from minizero.replicate.sending import as_bytes, fill
 from minizero.sharding import FlatParameters, ShardedParameter
-from minizero.state import extra_states, persistent_buffers, plain_copy, tell_loaded
+from minizero.zero.blank import Blanks, UnfilledError
+from minizero.zero.plan import Dtypes, Plan, broadcast, materialise
+from minizero.zero.state import extra_states, persistent_buffers, plain_copy, tell_loaded
 
 
 def build_units(

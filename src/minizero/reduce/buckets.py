@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from minizero.collectives import ReduceScatter, on_all_ranks
 from minizero.gather import State, Unit
+from minizero.reduce.spares import Spares
 from minizero.sharding import FlatParameters, NotCopied
-from minizero.spares import Spares
 
 
 class Bucket(NotCopied):

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from minizero.blank import Blanks, UnfilledError, meta_tensors
 from minizero.collectives import on_all_ranks
 from minizero.gather import Unit
 from minizero.replicate import check_agreement
 from minizero.replicate.sending import send_from_first
 from minizero.sharding import Holder, holders_of
 from minizero.sharding.placeholder import ANEW, ShardedParameter, raise_replaced
-from minizero.state import check_carried
+from minizero.zero.blank import Blanks, UnfilledError, meta_tensors
+from minizero.zero.state import check_carried
 
 
 @dataclass
