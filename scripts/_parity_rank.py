@@ -31,9 +31,9 @@ from torch import Tensor
 from minizero import GPT, GPTConfig, Ledger
 from minizero.accumulation import step_traffic
 from minizero.collectives import ring_bytes
-from minizero.courier import offloaded_states
 from minizero.data import Batches, load_corpus
 from minizero.memory import model_states, padding
+from minizero.offload import offloaded_states
 
 SGD_STEPS = 5  # a wrong gradient is orders of magnitude above rounding at the first, in float64 ten
 LR_ADAMW, LR_SGD = 1e-3, 1e-2

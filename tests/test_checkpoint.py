@@ -34,7 +34,7 @@ from minizero.offload import offload_optimizer
 from minizero.precision import Precision
 from minizero.sharding import Layout
 
-harness.preload("minizero.checkpoint", "minizero.offload", "minizero.precision", "hypothesis")
+harness.preload("minizero.checkpoint", "minizero.offload.step", "minizero.precision", "hypothesis")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import minizero
 import minizero.gather.units
 import minizero.reduce.buckets
-from minizero.prefetch import ByBytes, ByCount
+from minizero.overlap import ByBytes, ByCount
 
-preload("minizero.prefetch")
+preload("minizero.overlap.prefetch")
 SCHEDULES = [0, 1, 2, ByCount(1), ByCount(2), ByBytes(10_000)]
 WIDTH, SIZES = 8, (5, 5, 8, 5, 5)  # neighbours of one size, which use each other's buffers, and one of another
 

@@ -19,8 +19,8 @@ from minizero.engine import Engine
 from minizero.feed import Feed, check_data
 from minizero.offload import attach_offloaded
 from minizero.optimizer import slice_groups
+from minizero.overlap import ByBytes
 from minizero.precision import LossScaler, Precision
-from minizero.prefetch import ByBytes
 from minizero.replicate import check_agreement
 from minizero.zero import Zero
 

@@ -110,9 +110,9 @@ steps_per_print                                | count | ignored | 0123 | minize
 {wall_clock_breakdown memory_breakdown dump_state} | flag | ignored | 0123 | minizero prints nothing
 log_level                                      | text | ignored | 0123 | minizero prints nothing
 {tensorboard wandb csv_monitor comet}          | tree | ignored | 0123 | log engine.get_lr() and the like yourself
-flops_profiler.{enabled detailed}              | flag | ignored | 0123 | minizero.trace measures times
+flops_profiler.{enabled detailed}              | flag | ignored | 0123 | minizero.overlap.trace measures times
 flops_profiler.{profile_step module_depth top_modules output_file recompute_fwd_factor} | tree | ignored | 0123 | \
-minizero.trace measures times
+minizero.overlap.trace measures times
 comms_logger.{enabled prof_all prof_ops verbose debug} | tree | ignored | 0123 | minizero.Ledger counts bytes
 timers                                         | tree | ignored | 0123 | of DeepSpeed's throughput timer
 disable_python_gc                              | flag | ignored | 0123 | of the interpreter, not of training

@@ -9,8 +9,8 @@ import torch
 
 from minizero.config_keys import DEEPSPEED, KEYS, Key
 from minizero.config_read import is_comment, shown
-from minizero.courier import Held, offloaded_states
 from minizero.memory import model_states
+from minizero.offload import Held, offloaded_states
 
 
 def leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Key | None]]:

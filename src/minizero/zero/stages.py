@@ -41,7 +41,7 @@ class Zero(NotCopied):
         group: the ranks that share one copy of the model; default all.
         replicas: the ranks that hold the same shard of other copies; their gradients are averaged too.
         prefetch: how many units are gathered ahead of the one that computes (stage 3), in the order of `units`; or what
-            makes a schedule for the units, as `prefetch.ByCount(2)` does.
+            makes a schedule for the units, as `overlap.ByCount(2)` does.
         initialize: called once with each module that had parameters or buffers on the meta device; default
             `module.reset_parameters()`.
         dtypes: what to compute and send in, if not in the parameters' own dtype: a `minizero.precision.Precision`.

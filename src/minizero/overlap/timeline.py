@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from minizero.figures import line, rect, svg, text
-from minizero.trace import Record, Span
+from minizero.overlap.trace import Record, Span
 
 LANES = "thread", "gathers", "reductions"
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minizero.courier import Courier
-from minizero.mapped import MappedFile, room_for
+from minizero.offload.courier import Courier
+from minizero.offload.mapped import MappedFile, room_for
 from minizero.optimizer import check_elementwise, slice_groups
 from minizero.sharding import FlatParameters
 from minizero.zero import Zero
