@@ -1,4 +1,4 @@
-"""overlap/prefetch.py: the order of use is recorded, the next units come ahead within a budget, a wrong guess costs little."""
+"""prefetch.py: the order of use is recorded, the next units come ahead within a budget, a wrong guess costs little."""
 
 from __future__ import annotations
 

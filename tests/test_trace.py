@@ -1,4 +1,4 @@
-"""overlap/trace.py, timeline.py: what ranks did and when; nothing is left of it; one clock; a drawing and a file of events."""
+"""trace.py, timeline.py: what ranks did and when; nothing is left of it; one clock; a drawing and a file of events."""
 
 from __future__ import annotations
 

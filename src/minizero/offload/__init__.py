@@ -1,7 +1,7 @@
 """Chapter 24, offload: master weights and optimizer state wait in host memory, or on disk, for the step.
 
 `step` goes through the units, `courier` carries what it needs to the device and back, `mapped` are tensors that live in
-a file.
+a file; `cost` is what it takes, on paper.
 """
 
 from typing import TYPE_CHECKING
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from minizero._face import face
 
 if TYPE_CHECKING:
+    from minizero.offload.cost import Held as Held
+    from minizero.offload.cost import bus_bytes as bus_bytes
+    from minizero.offload.cost import disk_bytes as disk_bytes
+    from minizero.offload.cost import offloaded_states as offloaded_states
     from minizero.offload.courier import Courier as Courier
-    from minizero.offload.courier import Held as Held
-    from minizero.offload.courier import bus_bytes as bus_bytes
-    from minizero.offload.courier import offloaded_states as offloaded_states
+    from minizero.offload.courier import pinned_like as pinned_like
     from minizero.offload.mapped import MappedFile as MappedFile
-    from minizero.offload.mapped import disk_bytes as disk_bytes
     from minizero.offload.mapped import room_for as room_for
     from minizero.offload.step import Offload as Offload
     from minizero.offload.step import States as States
@@ -26,7 +27,8 @@ else:
         __name__,
         {
             "step": "Offload States attach_offloaded offload_optimizer probe_states",
-            "courier": "Courier Held bus_bytes offloaded_states",
-            "mapped": "MappedFile disk_bytes room_for",
+            "courier": "Courier pinned_like",
+            "mapped": "MappedFile room_for",
+            "cost": "Held bus_bytes disk_bytes offloaded_states",
         },
     )

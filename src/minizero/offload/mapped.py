@@ -16,8 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minizero.memory import shard_elements
-
 HEADER = b"minizero offload, made anew by every run\n"  # at the beginning of each file, on a page of its own
 ALIGNMENT = 64  # bytes: where a tensor may begin
 
@@ -105,8 +103,3 @@ def _remove(fd: int, path: Path, owner: int) -> None:
         if os.getpid() == owner and os.path.samestat(os.stat(path), os.fstat(fd)):
             path.unlink()
     os.close(fd)
-
-
-def disk_bytes(params: int, ranks: int) -> int:
-    """Bytes that one rank reads from its file in one step, and writes to it: master weights and Adam's states."""
-    return (4 + 8) * shard_elements(params, ranks)
