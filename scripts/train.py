@@ -51,7 +51,7 @@ from minizero import GPT, GPTConfig, checkpoint
 from minizero.checkpoint import AsyncSaver
 from minizero.collectives import LaunchError, find_place
 from minizero.config import load_config, load_for_engine
-from minizero.config_read import read_json
+from minizero.config.read import read_json
 from minizero.data import Batches, Corpus, decode, load_corpus
 from minizero.engine import Engine
 

@@ -1,4 +1,4 @@
-"""config.py and its table: what each key is, held against the installed DeepSpeed itself."""
+"""config/ and its table: what each key is, held against the installed DeepSpeed itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from pydantic import BaseModel
 
 import minizero
 from minizero import config
-from minizero.config import BF16, Batch, Config, load_config, optimizer_class
-from minizero.config_keys import DEEPSPEED, KEYS
-from minizero.config_read import ConfigError
+from minizero.config import BF16, Batch, Config, ConfigError, load_config, optimizer_class
+from minizero.config.keys import DEEPSPEED, KEYS
 from minizero.engine import Engine
 from minizero.optimizer import Adam, AdamW
 

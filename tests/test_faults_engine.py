@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore
 import minizero
 from minizero.collectives.launch import LaunchError, Place, choose_device, find_place, meeting_point
 
-preload("minizero.build")
+preload("minizero.engine.build")
 
 
 class Weight(nn.Module):

@@ -25,7 +25,7 @@ from minizero.offload import attach_offloaded, offload_optimizer
 from minizero.optimizer import slice_groups
 from minizero.sharding import ShardedAccessError
 
-harness.preload("minizero.accumulation", "minizero.offload.step", "minizero.checkpoint")
+harness.preload("minizero.accumulation", "minizero.offload.step", "minizero.checkpoint.save_load")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 SGD = torch.optim.SGD
 

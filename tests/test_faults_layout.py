@@ -20,7 +20,7 @@ import minizero
 from minizero import checkpoint
 from minizero.zero.state import SAFETENSORS_DTYPES
 
-harness.preload("minizero.checkpoint")
+harness.preload("minizero.checkpoint.save_load")
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
 

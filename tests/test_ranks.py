@@ -819,7 +819,7 @@ def test_F53_two_notebooks_at_once_and_cells_run_again_give_the_same(tmp_path: P
 def test_what_starts_first_loads_nothing_that_takes_long() -> None:
     """A rank's kernel starts with the worker, a notebook with the face of the room, and neither waits for the rest."""
     heavy = ("torch", "IPython", "ipykernel", "jupyter_client", "zmq")
-    for first in ("minizero", "minizero.ranks", "minizero.ranks.worker", "minizero.zero"):
+    for first in ("minizero", "minizero.ranks", "minizero.ranks.worker", "minizero.zero", "minizero.config"):
         code = f"import sys, {first}; dir({first}); print([name for name in {heavy} if name in sys.modules])"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout == "[]\n", first

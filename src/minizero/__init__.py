@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from minizero._face import face
 
 if TYPE_CHECKING:
-    from minizero.build import initialize as initialize
     from minizero.collectives import Ledger as Ledger
     from minizero.collectives import init_distributed as init_distributed
+    from minizero.engine import initialize as initialize
     from minizero.models import GPT as GPT
     from minizero.models import GPTConfig as GPTConfig
     from minizero.optimizer import Adam as Adam
@@ -29,6 +29,6 @@ else:
             "replicate": "Replicated",
             "sharding": "ShardedAccessError",
             "zero": "Zero",
-            "build": "initialize",
+            "engine": "initialize",
         },
     )

@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from minizero.accumulation import no_sync
 from minizero.collectives import find_place, on_all_ranks
 from minizero.config import Config
+from minizero.config.schedules import Ahead
+from minizero.engine.resume import Resumable
 from minizero.optimizer import NonFiniteGradientError
 from minizero.precision import LossScaler
-from minizero.resume import Resumable
-from minizero.schedules import Ahead
 from minizero.sharding import NotCopied
 from minizero.zero import Zero
 

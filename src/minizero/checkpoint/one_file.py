@@ -16,9 +16,28 @@ from typing import Any, BinaryIO, NamedTuple
 from safetensors import safe_open
 from torch import Tensor
 
-from minizero.files import CHUNK, Spec, check_plain, checksum, durable, from_text, pieces_of, tensor_header, to_text
-from minizero.manifest import Manifest, check_tag, dtype_of, file_of, parse_manifest, read_latest, read_manifest, span
-from minizero.reading import naming, read_rest
+from minizero.checkpoint.files import (
+    CHUNK,
+    Spec,
+    check_plain,
+    checksum,
+    durable,
+    from_text,
+    pieces_of,
+    tensor_header,
+    to_text,
+)
+from minizero.checkpoint.manifest import (
+    Manifest,
+    check_tag,
+    dtype_of,
+    file_of,
+    parse_manifest,
+    read_latest,
+    read_manifest,
+    span,
+)
+from minizero.checkpoint.reading import naming, read_rest
 from minizero.zero.state import SAFETENSORS_DTYPES
 
 

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.optim import Optimizer
 
-from minizero.files import check_plain, checksum, decode
-from minizero.manifest import Manifest, dtype_of, file_of, moves, parse_manifest
+from minizero.checkpoint.files import check_plain, checksum, decode
+from minizero.checkpoint.manifest import Manifest, dtype_of, file_of, moves, parse_manifest
+from minizero.checkpoint.snapshot import Ranks, group_names, set_random_states
 from minizero.replicate.sending import fill
-from minizero.snapshot import Ranks, group_names, set_random_states
 from minizero.zero import Zero
 from minizero.zero.state import SAFETENSORS_DTYPES, extra_states, persistent_buffers, tell_loaded
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from minizero.config_keys import DEEPSPEED, KEYS, Key
-from minizero.config_read import is_comment, shown
+from minizero.config.keys import DEEPSPEED, KEYS, Key
+from minizero.config.read import is_comment, shown
 from minizero.memory import model_states
 from minizero.offload import Held, offloaded_states
 

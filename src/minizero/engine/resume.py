@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from minizero.checkpoint import exists, load, save
-from minizero.facts import Facts
+from minizero.engine.facts import Facts
 
 COUNTS = ("global_steps", "global_samples", "skipped_steps")
 

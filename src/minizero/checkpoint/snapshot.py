@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from minizero.checkpoint.files import PARTIAL, check_plain, durable, encode, flush_folder, write_tensors
+from minizero.checkpoint.manifest import CheckpointError, Manifest, check_tag, dtype_name, file_of, read_latest
 from minizero.collectives import on_all_ranks
 from minizero.collectives.roll_call import companion
-from minizero.files import PARTIAL, check_plain, durable, encode, flush_folder, write_tensors
-from minizero.manifest import CheckpointError, Manifest, check_tag, dtype_name, file_of, read_latest
 from minizero.sharding import FlatParameters
 from minizero.zero import Zero
 from minizero.zero.state import extra_states, persistent_buffers

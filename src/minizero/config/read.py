@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictStr, TypeAdapter, ValidationError
 
-from minizero.config_keys import KEYS
+from minizero.config.keys import KEYS
 
 
 class ConfigError(ValueError):

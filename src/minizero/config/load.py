@@ -1,7 +1,7 @@
 """Chapter 26, config: one `ds_config.json` for DeepSpeed and minizero, with every key accounted for.
 
 The models hold the keys that minizero uses, with DeepSpeed's names and defaults. What becomes of every other key of
-DeepSpeed's is in the table of `minizero.config_keys`; a key that is in neither is an error.
+DeepSpeed's is in the table of `keys`; a key that is in neither is an error.
 
     python -m minizero.config ds_config.json --params 1.3B --ranks 8      # explains a file key by key
 """
@@ -17,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from minizero.config_read import ConfigError, Count, Real, Size, complaints, read_json, sift
-from minizero.explain import bytes_of, key_by_key
+from minizero.config.explain import bytes_of, key_by_key
+from minizero.config.read import ConfigError, Count, Real, Size, complaints, read_json, sift
+from minizero.config.schedules import SCHEDULES
+from minizero.config.trial import problems_of_names, problems_of_optimizer, problems_of_schedule
 from minizero.memory import _count, _Parser
 from minizero.optimizer import ELEMENTWISE, Adam, AdamW
-from minizero.schedules import SCHEDULES
-from minizero.trial import problems_of_names, problems_of_optimizer, problems_of_schedule
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -243,7 +243,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     zero = config.zero_optimization
     if options.params:
         print(bytes_of(options.params, options.ranks, zero.stage, config.dtype, zero.offload_optimizer.device))
-
-
-if __name__ == "__main__":
-    main()

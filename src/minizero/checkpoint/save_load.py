@@ -16,16 +16,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from minizero import one_file
+from minizero.checkpoint.files import Spec, durable
+from minizero.checkpoint.manifest import check_tag, read_latest, read_manifest
+from minizero.checkpoint.one_file import OneFile, split_extras
+from minizero.checkpoint.reading import Reading
+from minizero.checkpoint.snapshot import Ranks, Snapshot
 from minizero.collectives import launch_all_gather, on_all_ranks
-from minizero.files import Spec, durable
-from minizero.manifest import CheckpointError as CheckpointError
-from minizero.manifest import check_tag, read_latest, read_manifest
-from minizero.one_file import OneFile, split_extras
-from minizero.reading import Reading
 from minizero.replicate.sending import as_bytes
 from minizero.sharding import FlatParameters
-from minizero.snapshot import Ranks, Snapshot
 from minizero.zero import Zero
 from minizero.zero.state import extra_states, persistent_buffers
 from minizero.zero.whole import mark_changed
@@ -222,7 +220,3 @@ def gather_to_first(flat: FlatParameters, group: ProcessGroup | None) -> Tensor:
     parts = [as_bytes(part) for part in whole.view(flat.layout.world, -1)]
     dist.gather(as_bytes(shard), parts, group=group, group_dst=0)
     return whole
-
-
-if __name__ == "__main__":
-    one_file.main()

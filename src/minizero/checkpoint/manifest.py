@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from minizero.files import PARTIAL, read_text
+from minizero.checkpoint.files import PARTIAL, read_text
 from minizero.sharding import FlatParameters, Layout
 
 

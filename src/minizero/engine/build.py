@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from minizero.client import Groups, describe_data, make_schedule, plan
 from minizero.collectives import find_place, init_distributed
 from minizero.config import Config, load_for_engine, optimizer_class
-from minizero.engine import Engine
-from minizero.feed import Feed, check_data
+from minizero.engine.client import Groups, describe_data, make_schedule, plan
+from minizero.engine.feed import Feed, check_data
+from minizero.engine.run import Engine
 from minizero.offload import attach_offloaded
 from minizero.optimizer import slice_groups
 from minizero.overlap import ByBytes
@@ -55,7 +55,7 @@ def initialize(
             whose parameters are all frozen is served, such as a reference model: forward only.
         model_parameters: what that function, or the optimizer of the configuration, is to train; default: all.
         training_data: a data set with a length, or an IterableDataset; each rank gets its share of it in micro-batches,
-            put together by `collate_fn`, in another order in each epoch. See `minizero.feed.Feed`.
+            put together by `collate_fn`, in another order in each epoch. See `minizero.engine.feed.Feed`.
         lr_scheduler: bound to `optimizer`, or a function that makes one for it; default: that of the configuration.
         config: a file or a dict; `config_params` is its old name.
         units: as for `minizero.Zero`.

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
-from minizero.config import Config, optimizer_class, scheduler_class
-from minizero.config_read import ConfigError
+from minizero.config import Config, ConfigError, optimizer_class, scheduler_class
+from minizero.config.trial import problems_of_schedule
 from minizero.optimizer import check_elementwise
-from minizero.trial import problems_of_schedule
 
 Groups = list[dict[str, Any]]
 
