@@ -14,6 +14,8 @@ import nbformat
 import pytest
 import sync
 
+import minizero
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "minizero"
 NOTEBOOKS = sorted((ROOT / "book").glob("*.ipynb"))
@@ -161,6 +163,22 @@ def test_readme_and_intro_name_every_chapter() -> None:
     readme, intro = (ROOT / "README.md").read_text(), (ROOT / "book" / "intro.md").read_text()
     assert [file.stem for file in NOTEBOOKS if f"book/{file.stem}.ipynb" not in readme] == []
     assert [file.stem for file in NOTEBOOKS if f"{{doc}}`{file.stem}`" not in intro] == []
+
+
+def test_the_map_has_every_room_in_its_chapter_and_the_readme_has_the_map() -> None:
+    map_ = re.findall(r"^    (\d\d)  (\w.*?)  +(\S.*)$", minizero.__doc__ or "", re.MULTILINE)
+    rooms = {number: names.split() for number, names, _ in map_}
+    assert sorted({name for names in rooms.values() for name in names}) == ROOMS
+    for number, names in rooms.items():
+        assert {chapter(name) for name in names if name != "memory"} <= {int(number)}  # that one is of two chapters
+    readme = (ROOT / "README.md").read_text()
+    for number, names, idea in map_:
+        shown = ", ".join(f"`{name}/`" if name in FACES else f"`{name}.py`" for name in names.split())
+        assert re.search(
+            rf"^\| \[{number}_\w+\.ipynb\]\([^)]*\) \| {re.escape(shown)}[^|]* \| {re.escape(idea)} \|$",
+            readme,
+            re.MULTILINE,
+        )
 
 
 def test_every_question_is_answered_somewhere_and_listed() -> None:

@@ -296,6 +296,16 @@ def test_a_file_is_explained_key_by_key(capsys: pytest.CaptureFixture[str]) -> N
     assert "4 ranks, Batch(train=32, micro=2, steps=4)" in lines
 
 
+def test_to_explain_a_file_loads_nothing_that_trains() -> None:
+    loaded = "print(*(name for name in sys.modules if name.startswith('minizero.')))"
+    code = f"import sys\nfrom minizero.config import main\nmain(sys.argv[1:])\n{loaded}"
+    command = [sys.executable, "-c", code, str(ARTICLE), "--params", "1.3B"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    rooms = {name.split(".")[1] for name in done.stdout.splitlines()[-1].split()}
+    assert rooms == {"_face", "collectives", "config", "memory", "offload", "optimizer", "sharding"}
+    assert "minizero.offload.step" not in done.stdout
+
+
 def test_a_file_that_is_refused_is_explained_too_and_ends_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
