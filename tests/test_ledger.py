@@ -1,4 +1,4 @@
-"""ledger.py: what the ledger books against the textbook, and that it hears everybody."""
+"""collectives/ledger.py: what the ledger books against the textbook, and that it hears everybody."""
 
 from fractions import Fraction
 
