@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import minizero
 from minizero import checkpoint
-from minizero.checkpoint import files, manifest, one_file
+from minizero.checkpoint import files, manifest, one_file, save_load
 from minizero.checkpoint.files import decode, encode
 from minizero.checkpoint.manifest import CheckpointError, sources, span
 from minizero.offload import offload_optimizer
@@ -623,7 +623,8 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_on_all_ranks(tmp_
 
 AT_EXIT = """
 import sys, torch, minizero
-from minizero import checkpoint, snapshot
+from minizero import checkpoint
+from minizero.checkpoint import snapshot
 import tempfile
 import time
 import warnings
@@ -649,8 +650,8 @@ def test_an_interpreter_that_ends_waits_for_the_save(tmp_path: Path) -> None:
 def export_everything(stage: int, path: Path) -> None:
     model, zero, optimizer = start(stage)
     train(model, optimizer, 2)
-    largest, plain = [], checkpoint.gather_to_first
-    checkpoint.gather_to_first = lambda *a: (largest.append(plain(*a)), largest[-1])[1]
+    largest, plain = [], save_load.gather_to_first
+    save_load.gather_to_first = lambda *a: (largest.append(plain(*a)), largest[-1])[1]
     checkpoint.export(path, zero)
     state = zero.full_state()
     if dist.get_rank() == 0:
