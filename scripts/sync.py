@@ -1,7 +1,9 @@
 """Keep the notebooks' copies of package source equal to the package.
 
-A code cell tagged ``minizero: sharding.Layout`` holds exactly the source of ``Layout`` from src/minizero/sharding.py; a
-method is ``minizero: sharding.Layout.slices``. A cell magic on the first line (``%%ranks --local``) stays in front.
+A code cell tagged ``minizero: memory.padding`` holds exactly the source of ``padding`` from src/minizero/memory.py, and
+one tagged ``minizero: sharding.Layout`` that of ``Layout``, from whichever file of the package src/minizero/sharding
+defines it (``minizero: sharding.flat.Layout`` names the file). A method is ``minizero: sharding.Layout.slices``. A cell
+magic on the first line (``%%ranks --local``) stays in front.
 
     python scripts/sync.py            # refresh the cells in place
     python scripts/sync.py --check    # list the cells that differ; exit code 1 if there is one
@@ -15,6 +17,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +40,39 @@ def find(tree: ast.AST, names: list[str]) -> ast.stmt | None:
     return None
 
 
+def files_of(module: str, names: list[str], package: Path) -> tuple[list[Path], list[str]]:
+    """The files in which to look, and what to look for in them, when a tag says `module` and then `names`."""
+    room = package / module
+    if not room.is_dir():
+        return [package / f"{module}.py"], names
+    if names and (file := room / f"{names[0]}.py").is_file():
+        return [file], names[1:]
+    return sorted(room.glob("*.py")), names
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def source_of(path: str, package: Path) -> str:
     """Source text of ``module.Object`` or ``module.Object.method``, decorators included, without its indentation."""
     module, *names = path.split(".")
-    file = package / f"{module}.py"
-    if not file.is_file():
-        raise LookupError(f"there is no module {file.name} in {package}")
-    text = file.read_text(encoding="utf-8")
-    node = find(ast.parse(text), names) if names else None
-    if node is None:
-        raise LookupError(f"{file.name} defines no {'.'.join(names) or 'object: write module.Object'}")
+    files, names = files_of(module, names, package)
+    if not files[0].is_file():
+        raise LookupError(f"there is no module {files[0].name} in {package}")
+    if not names:
+        raise LookupError(f"{path} is a module, not an object: write module.Object")
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    found = {file: node for file, text in texts.items() if (node := find(parsed(text), names))}
+    if not found:
+        raise LookupError(f"{files[0].name if len(files) == 1 else module + '/'} defines no {'.'.join(names)}")
+    if len(found) > 1:
+        either = " or ".join(f"{module}.{file.stem}.{'.'.join(names)}" for file in found)
+        raise LookupError(f"{len(found)} files of {module}/ define {names[0]}: write {either}")
+    ((file, node),) = found.items()
     first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
+    return textwrap.dedent("\n".join(texts[file].splitlines()[first - 1 : node.end_lineno]))
 
 
 def tagged_cells(notebook: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:

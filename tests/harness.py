@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
 # torch._dynamo: the first optimizer of a process imports it, which would cost every rank some seconds
-_preloaded = ["torch", "torch.distributed", "torch._dynamo", "numpy", "minizero.zero"]
+_preloaded = ["torch", "torch.distributed", "torch._dynamo", "numpy", "minizero.zero.stages"]
 _context.set_forkserver_preload(_preloaded)
 
 

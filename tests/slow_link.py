@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import minizero.gather
+import minizero.gather.units
 
 
 class SlowLink:
@@ -14,11 +14,11 @@ class SlowLink:
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self._seconds, self._free = seconds, 0.0
-        self._launch = minizero.gather.launch_all_gather
+        self._launch = minizero.gather.units.launch_all_gather
 
     def install(self) -> None:
         """From now on this rank's gathers take the slow link."""
-        minizero.gather.launch_all_gather = self.launch  # type: ignore[attr-defined]
+        minizero.gather.units.launch_all_gather = self.launch  # type: ignore[attr-defined]
 
     def launch(self, full: Any, *args: Any) -> SlowWork:
         """As minizero.collectives.launch_all_gather."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 from pathlib import Path
@@ -13,31 +14,56 @@ import nbformat
 import pytest
 import sync
 
+import minizero
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "minizero"
 NOTEBOOKS = sorted((ROOT / "book").glob("*.ipynb"))
 OF_SCRIPTS = {file.stem for file in (ROOT / "scripts").rglob("*.py")} - {"__init__"}
-MODULES = {file.stem: file for file in sorted(PACKAGE.glob("*.py")) if file.stem != "__init__"}
-# A model, a text, arithmetic and rank cells are of use without the rest; the helpers of `ranks` are chapter 00 with it.
+MODULES = {
+    ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file
+    for file in sorted(PACKAGE.rglob("*.py"))
+    if not file.stem.startswith("_")
+}
+# a package of several files is one module to whoever is outside: its face, __init__.py, hands on the names of its files
+FACES = {file.parent.name: file for file in sorted(PACKAGE.glob("*/__init__.py"))}
+ROOMS = sorted({module.split(".")[0] for module in MODULES})
+# A model, a text, arithmetic and rank cells are of use without the rest.
 ALONE = {"models", "data", "memory", "meter", "ranks", "figures"}
 
 
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+def handed_on(face: Path) -> dict[str, str]:
+    """The names that a face hands on, each with the file it is from: the second argument of its call of `face`."""
+    calls = [node for node in ast.walk(ast.parse(face.read_text())) if isinstance(node, ast.Call)]
+    (files,) = [
+        ast.literal_eval(call.args[1]) for call in calls if isinstance(call.func, ast.Name) and call.func.id == "face"
+    ]
+    return {name: file for file, names in files.items() for name in names.split()}
+
+
 def imports(module: str) -> set[str]:
-    """Names of the minizero modules that `module` imports, anywhere in it."""
+    """Names of the minizero modules that `module` imports, anywhere in it; what a face hands on is from its file."""
     found = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {node.module} - {f"minizero.{face}" for face in FACES}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         assert not (isinstance(node, ast.ImportFrom) and node.level), f"{module} imports relatively"
     named = {name.removeprefix("minizero.") for name in found if name.startswith("minizero.")}
+    for own, face in FACES.items():
+        named |= {f"{own}.{file}" for name, file in handed_on(face).items() if {own, f"{own}.{name}"} & named}
     return named & set(MODULES)
 
 
 def chapter(module: str) -> int:
     """The chapter in which the module is built, from the first paragraph of its docstring."""
-    docstring = ast.get_docstring(ast.parse(MODULES[module].read_text())) or ""
+    docstring = ast.get_docstring(ast.parse(MODULES.get(module, FACES.get(module)).read_text())) or ""
     number = re.search(r"[Cc]hapters? (\d+)", docstring.split("\n\n")[0])
     assert number, f"{module}: the first paragraph of the docstring names no chapter, as in 'Chapter 11, sharding: …'"
     return int(number[1])
@@ -53,24 +79,73 @@ def test_a_module_names_its_chapter_and_imports_only_from_it_or_earlier_ones(mod
 
 
 def test_the_import_rule_sees_every_way_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "gather.py").write_text(
-        "import torch\nfrom minizero import zero\nimport minizero.reduce\ndef f():\n  from minizero.models import GPT\n"
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom minizero import memory\nimport minizero.data\ndef f():\n  from minizero.models import GPT\n"
     )
-    monkeypatch.setitem(MODULES, "gather", tmp_path / "gather.py")
-    assert imports("gather") == {"zero", "reduce", "models"}
+    monkeypatch.setitem(MODULES, "mine", tmp_path / "mine.py")
+    assert imports("mine") == {"memory", "data", "models"}
 
 
-def test_modules_of_one_chapter_do_not_import_each_other_in_a_circle() -> None:
+def test_the_import_rule_looks_behind_a_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "__init__.py").write_text('a, b, c = face(__name__, {"one": "Unit State", "two": "tensors_in"})')
+    monkeypatch.setitem(FACES, "hall", tmp_path / "__init__.py")
+    for file in ("one", "two", "three"):
+        monkeypatch.setitem(MODULES, f"hall.{file}", tmp_path / f"{file}.py")
+    for text, seen in {
+        "from minizero.hall import State": {"hall.one"},
+        "from minizero.hall import Unit, tensors_in": {"hall.one", "hall.two"},
+        "from minizero.hall import three": {"hall.three"},
+        "from minizero.hall.three import anything": {"hall.three"},
+        "from minizero import hall": {"hall.one", "hall.two"},
+        "import minizero.hall": {"hall.one", "hall.two"},
+    }.items():
+        (tmp_path / "mine.py").write_text(text)
+        monkeypatch.setitem(MODULES, "mine", tmp_path / "mine.py")
+        assert imports("mine") == seen, text
+
+
+def in_order(arrows: dict[str, set[str]]) -> list[str]:
+    """The keys of `arrows`, each after all that it points to."""
     order: list[str] = []
-    while len(order) < len(MODULES):
-        ready = [name for name in MODULES if name not in order and imports(name) <= set(order)]
-        assert ready, f"a circle of imports among {sorted(set(MODULES) - set(order))}"
+    while len(order) < len(arrows):
+        ready = [name for name in arrows if name not in order and arrows[name] <= {*order}]
+        assert ready, f"a circle of imports among {sorted(set(arrows) - set(order))}"
         order += ready
+    return order
 
 
-@pytest.mark.parametrize("module", sorted(ALONE))
-def test_a_module_that_is_of_use_alone_imports_nothing_of_ours(module: str) -> None:
-    assert {name for name in imports(module) if not name.startswith("rank")} == set()
+def test_neither_modules_nor_rooms_import_each_other_in_a_circle() -> None:
+    in_order({name: imports(name) for name in MODULES})
+    in_order({own: {room(name) for m in MODULES if room(m) == own for name in imports(m)} - {own} for own in ROOMS})
+
+
+@pytest.mark.parametrize("own", sorted(ALONE))
+def test_a_room_that_is_of_use_alone_imports_nothing_of_ours(own: str) -> None:
+    assert {name for m in MODULES if room(m) == own for name in imports(m) if room(name) != own} == set()
+
+
+@pytest.mark.parametrize("own", FACES)
+def test_the_files_of_a_room_are_of_one_chapter_and_its_face_names_them(own: str) -> None:
+    files = [module for module in MODULES if room(module) == own]
+    assert {chapter(file) for file in files} == {chapter(own)}
+    docstring = ast.get_docstring(ast.parse(FACES[own].read_text())) or ""
+    assert [file for file in files if f"`{file.removeprefix(own + '.')}`" not in docstring] == []
+    for file in files:  # what is inside does not come in by the front door
+        for name in re.findall(rf"^ *from minizero\.{own} import (.+)$", MODULES[file].read_text(), re.MULTILINE):
+            assert f"{own}.{name}" in files
+
+
+@pytest.mark.parametrize("own", FACES)
+def test_a_face_gives_the_names_of_its_files_and_no_file_has_the_name_of_one(own: str) -> None:
+    module = importlib.import_module(f"minizero.{own}")
+    for name, file in handed_on(FACES[own]).items():
+        defining = importlib.import_module(f"minizero.{own}.{file}")
+        assert getattr(module, name) is getattr(defining, name)
+        assert name in dir(module)
+        assert f"{own}.{name}" not in MODULES  # an import of that file would put the module in the name's place
+    assert sorted(module.__all__) == sorted(handed_on(FACES[own]))
+    with pytest.raises(AttributeError, match=f"module 'minizero.{own}' has no attribute 'nothing'"):
+        _ = module.nothing
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -80,16 +155,31 @@ def test_a_module_is_short_enough_to_read(module: str) -> None:
 
 
 def test_the_reference_lists_every_module_in_the_order_of_chapters() -> None:
-    listed = re.findall(r"automodule:: minizero\.(\w+)", (ROOT / "book" / "api.md").read_text())
-    assert sorted(listed) == sorted(MODULES)
+    listed = re.findall(r"automodule:: minizero\.([\w.]+)", (ROOT / "book" / "api.md").read_text())
+    assert sorted(listed) == sorted([*MODULES, *FACES])
     assert [chapter(module) for module in listed] == sorted(chapter(module) for module in listed)
 
 
-def test_readme_and_intro_name_every_chapter_and_the_readme_every_module() -> None:
+def test_readme_and_intro_name_every_chapter() -> None:
     readme, intro = (ROOT / "README.md").read_text(), (ROOT / "book" / "intro.md").read_text()
     assert [file.stem for file in NOTEBOOKS if f"book/{file.stem}.ipynb" not in readme] == []
     assert [file.stem for file in NOTEBOOKS if f"{{doc}}`{file.stem}`" not in intro] == []
-    assert [module for module in MODULES if f"`{module}.py`" not in readme] == []
+
+
+def test_the_map_has_every_room_in_its_chapter_and_the_readme_has_the_map() -> None:
+    map_ = re.findall(r"^    (\d\d)  (\w.*?)  +(\S.*)$", minizero.__doc__ or "", re.MULTILINE)
+    rooms = {number: names.split() for number, names, _ in map_}
+    assert sorted({name for names in rooms.values() for name in names}) == ROOMS
+    for number, names in rooms.items():
+        assert {chapter(name) for name in names if name != "memory"} <= {int(number)}  # that one is of two chapters
+    readme = (ROOT / "README.md").read_text()
+    for number, names, idea in map_:
+        shown = ", ".join(f"`{name}/`" if name in FACES else f"`{name}.py`" for name in names.split())
+        assert re.search(
+            rf"^\| \[{number}_\w+\.ipynb\]\([^)]*\) \| {re.escape(shown)}[^|]* \| {re.escape(idea)} \|$",
+            readme,
+            re.MULTILINE,
+        )
 
 
 def test_every_question_is_answered_somewhere_and_listed() -> None:
@@ -197,6 +287,14 @@ class Scratch:
         ]
         nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("Ψ"), *made]), self.notebook)
 
+    def add_room(self) -> None:
+        """A package of two files beside the module; both define SIZES."""
+        head, rest = MODULE.split("@functools.cache\n")
+        files = {"__init__": "", "first": head, "second": head[: head.index("class")] + "@functools.cache\n" + rest}
+        for name, text in files.items():
+            (self.package / "room").mkdir(exist_ok=True)
+            (self.package / "room" / f"{name}.py").write_text(text)
+
     def sync(self, *options: str) -> int:
         return sync.main([*options, "--package", str(self.package), str(self.notebook)])
 
@@ -255,6 +353,15 @@ def test_sync_keeps_a_cell_magic_on_the_first_line(tmp_path: Path) -> None:
     assert scratch.cells()[1]["source"] == "%%ranks --local\n" + SOURCES["chapter.double"]
 
 
+def test_sync_finds_an_object_in_any_file_of_a_package(tmp_path: Path) -> None:
+    paths = {"room.Layout.numel": "chapter.Layout.numel", "room.double": "chapter.double"}
+    paths |= {"room.second.SIZES": "chapter.SIZES", "room.first.Layout": "chapter.Layout"}
+    scratch = Scratch(tmp_path, *((path, "") for path in paths))
+    scratch.add_room()
+    assert scratch.sync() == 0
+    assert [cell["source"] for cell in scratch.cells()] == ["Ψ", *(SOURCES[path] for path in paths.values())]
+
+
 @pytest.mark.parametrize(
     ("path", "complaint"),
     [
@@ -262,12 +369,18 @@ def test_sync_keeps_a_cell_magic_on_the_first_line(tmp_path: Path) -> None:
         ("chapter.Layout.shape", "chapter.py defines no Layout.shape"),
         ("chapters.Layout", "there is no module chapters.py"),
         ("chapter", "write module.Object"),
+        ("room", "write module.Object"),
+        ("room.first", "write module.Object"),
+        ("room.Lay", "room/ defines no Lay"),
+        ("room.first.double", "first.py defines no double"),
+        ("room.SIZES", "2 files of room/ define SIZES: write room.first.SIZES or room.second.SIZES"),
     ],
 )
 def test_an_unknown_object_is_an_error_that_names_notebook_and_cell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, complaint: str
 ) -> None:
     scratch = Scratch(tmp_path, (path, ""))
+    scratch.add_room()
     assert scratch.sync() == 2
     shown = capsys.readouterr().err
     assert f"99_scratch.ipynb, cell {scratch.cells()[1]['id']}, tag 'minizero: {path}'" in shown

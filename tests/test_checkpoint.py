@@ -1,4 +1,4 @@
-"""checkpoint.py and the modules under it: files, manifest, what is saved, what is loaded, what is exported."""
+"""checkpoint/: files, manifest, what is saved, what is loaded, what is exported."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import minizero
-from minizero import checkpoint, files, manifest, one_file
-from minizero.files import decode, encode
-from minizero.manifest import CheckpointError, sources, span
+from minizero import checkpoint
+from minizero.checkpoint import files, manifest, one_file, save_load
+from minizero.checkpoint.files import decode, encode
+from minizero.checkpoint.manifest import CheckpointError, sources, span
 from minizero.offload import offload_optimizer
 from minizero.precision import Precision
 from minizero.sharding import Layout
 
-harness.preload("minizero.checkpoint", "minizero.offload", "minizero.precision", "hypothesis")
+harness.preload("minizero.checkpoint.save_load", "minizero.offload.step", "minizero.precision", "hypothesis")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
@@ -559,7 +560,7 @@ def slow_disk(folder: Path) -> None:
         order.append("written")
         return write(*args)
 
-    from minizero import snapshot
+    from minizero.checkpoint import snapshot
 
     snapshot.write_tensors = slowly
     model, zero, optimizer = start(3)
@@ -585,7 +586,7 @@ def test_a_background_save_holds_the_values_of_its_moment_and_the_next_one_waits
 
 
 def failing_disk(folder: Path) -> None:
-    from minizero import snapshot
+    from minizero.checkpoint import snapshot
 
     write = snapshot.write_tensors
 
@@ -622,7 +623,8 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_on_all_ranks(tmp_
 
 AT_EXIT = """
 import sys, torch, minizero
-from minizero import checkpoint, snapshot
+from minizero import checkpoint
+from minizero.checkpoint import snapshot
 import tempfile
 import time
 import warnings
@@ -648,8 +650,8 @@ def test_an_interpreter_that_ends_waits_for_the_save(tmp_path: Path) -> None:
 def export_everything(stage: int, path: Path) -> None:
     model, zero, optimizer = start(stage)
     train(model, optimizer, 2)
-    largest, plain = [], checkpoint.gather_to_first
-    checkpoint.gather_to_first = lambda *a: (largest.append(plain(*a)), largest[-1])[1]
+    largest, plain = [], save_load.gather_to_first
+    save_load.gather_to_first = lambda *a: (largest.append(plain(*a)), largest[-1])[1]
     checkpoint.export(path, zero)
     state = zero.full_state()
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""collectives.py: the rings against torch's own collectives, and the true reduce-scatter."""
+"""collectives/exchange.py: the rings against torch's own collectives, and the true reduce-scatter."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""config.py and its table: what each key is, held against the installed DeepSpeed itself."""
+"""config/ and its table: what each key is, held against the installed DeepSpeed itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from pydantic import BaseModel
 
 import minizero
 from minizero import config
-from minizero.config import BF16, Batch, Config, load_config, optimizer_class
-from minizero.config_keys import DEEPSPEED, KEYS
-from minizero.config_read import ConfigError
+from minizero.config import BF16, Batch, Config, ConfigError, load_config, optimizer_class
+from minizero.config.keys import DEEPSPEED, KEYS
 from minizero.engine import Engine
 from minizero.optimizer import Adam, AdamW
 
@@ -295,6 +294,16 @@ def test_a_file_is_explained_key_by_key(capsys: pytest.CaptureFixture[str]) -> N
     assert "ignored   reads it" in told["zero_optimization.reduce_scatter"]
     assert f"DeepSpeed {DEEPSPEED}, stage 3" in told["key"]
     assert "4 ranks, Batch(train=32, micro=2, steps=4)" in lines
+
+
+def test_to_explain_a_file_loads_nothing_that_trains() -> None:
+    loaded = "print(*(name for name in sys.modules if name.startswith('minizero.')))"
+    code = f"import sys\nfrom minizero.config import main\nmain(sys.argv[1:])\n{loaded}"
+    command = [sys.executable, "-c", code, str(ARTICLE), "--params", "1.3B"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    rooms = {name.split(".")[1] for name in done.stdout.splitlines()[-1].split()}
+    assert rooms == {"_face", "collectives", "config", "memory", "offload", "optimizer", "sharding"}
+    assert "minizero.offload.step" not in done.stdout
 
 
 def test_a_file_that_is_refused_is_explained_too_and_ends_with_2(

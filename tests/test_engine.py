@@ -1,4 +1,4 @@
-"""engine.py and build.py: the article's lines, and an engine held against the same training in one process."""
+"""engine/: the article's lines, and an engine held against the same training in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import minizero
 from minizero.config import Batch, Named, scheduler_class
 
-preload("minizero.build")
+preload("minizero.engine.build")
 ARTICLE = Path(__file__).resolve().parent.parent / "configs" / "article.json"
 WIDTH = 6
 

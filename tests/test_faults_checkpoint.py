@@ -35,14 +35,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import minizero
-from minizero import checkpoint, files, manifest, one_file
+from minizero import checkpoint
+from minizero.checkpoint import CheckpointError, files, manifest, one_file, save_load, snapshot
+from minizero.checkpoint.snapshot import Ranks
 from minizero.data import Batches
-from minizero.manifest import CheckpointError
 from minizero.meter import live_storages
 from minizero.precision import LossScaler
-from minizero.snapshot import Ranks
 
-harness.preload("minizero.checkpoint", "minizero.precision", "test_checkpoint")
+harness.preload("minizero.checkpoint.save_load", "minizero.precision", "test_checkpoint")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
@@ -136,7 +136,7 @@ def bytes_read(folder: Path) -> tuple[int, int]:
         optimizer.zero_grad()
         checkpoint.save(folder, "x", zero, optimizer, step=1)
     read, plain = [0], files.checksum
-    from minizero import reading
+    from minizero.checkpoint import reading
 
     reading.checksum = lambda path: plain(path)
     result = reading.Reading(folder / "x", (folder / "x/manifest.json").read_text(), *(None,) * 3)
@@ -239,7 +239,7 @@ class Countdown:
 
     def __init__(self, moment: int | None) -> None:
         self.lines, self.moment = 0, moment
-        self.files = {files.__file__, sys.modules["minizero.snapshot"].__file__, checkpoint.__file__}
+        self.files = {files.__file__, snapshot.__file__, save_load.__file__}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_name

@@ -14,9 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minizero import config
-from minizero.config import Batch, load_config
-from minizero.config_keys import KEYS
-from minizero.config_read import ConfigError
+from minizero.config import Batch, ConfigError, load_config
+from minizero.config.keys import KEYS
 
 SIZE = {"train_batch_size": 8}
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import minizero
-from minizero.blank import is_blank, make_blank
+from minizero.zero.blank import is_blank, make_blank
 
 preload("peft")
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 import minizero
-from minizero.launch import LaunchError, Place, choose_device, find_place, meeting_point
+from minizero.collectives.launch import LaunchError, Place, choose_device, find_place, meeting_point
 
-preload("minizero.build")
+preload("minizero.engine.build")
 
 
 class Weight(nn.Module):

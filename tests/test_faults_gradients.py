@@ -23,9 +23,9 @@ from minizero.accumulation import Window, no_sync
 from minizero.checkpoint import load, save
 from minizero.offload import attach_offloaded, offload_optimizer
 from minizero.optimizer import slice_groups
-from minizero.placeholder import ShardedAccessError
+from minizero.sharding import ShardedAccessError
 
-harness.preload("minizero.accumulation", "minizero.offload", "minizero.checkpoint")
+harness.preload("minizero.accumulation", "minizero.offload.step", "minizero.checkpoint.save_load")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 SGD = torch.optim.SGD
 

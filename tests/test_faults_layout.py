@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 import minizero
 from minizero import checkpoint
-from minizero.state import SAFETENSORS_DTYPES
+from minizero.zero.state import SAFETENSORS_DTYPES
 
-harness.preload("minizero.checkpoint")
+harness.preload("minizero.checkpoint.save_load")
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
 

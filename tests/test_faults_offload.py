@@ -19,10 +19,10 @@ from reference import mean_square
 from torch import nn
 
 import minizero
-from minizero.mapped import HEADER, MappedFile
 from minizero.offload import offload_optimizer
+from minizero.offload.mapped import HEADER, MappedFile
 
-preload("minizero.offload")
+preload("minizero.offload.step")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
@@ -175,7 +175,7 @@ def test_the_file_goes_with_the_optimizer(tmp_path: Path) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from minizero.mapped import MappedFile
+from minizero.offload.mapped import MappedFile
 file = MappedFile(Path(sys.argv[1]), 2**20)
 print("ready", flush=True)
 if sys.argv[2] == "wait":

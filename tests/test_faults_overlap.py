@@ -13,11 +13,11 @@ from reference import assert_close
 from torch import Tensor, nn
 
 import minizero
-import minizero.gather
-import minizero.reduce
-from minizero.prefetch import ByBytes, ByCount
+import minizero.gather.units
+import minizero.reduce.buckets
+from minizero.overlap import ByBytes, ByCount
 
-preload("minizero.prefetch")
+preload("minizero.overlap.prefetch")
 SCHEDULES = [0, 1, 2, ByCount(1), ByCount(2), ByBytes(10_000)]
 WIDTH, SIZES = 8, (5, 5, 8, 5, 5)  # neighbours of one size, which use each other's buffers, and one of another
 
@@ -41,7 +41,7 @@ class Chain(nn.Module):
 class LateGather:
     """An all-gather whose destination is full of NaN until somebody has waited for it."""
 
-    launch = staticmethod(minizero.gather.launch_all_gather)
+    launch = staticmethod(minizero.gather.units.launch_all_gather)
 
     def __init__(self, full: Tensor, shard: Tensor, group: Any) -> None:
         self._full, self._arriving = full, torch.empty_like(full)
@@ -55,7 +55,7 @@ class LateGather:
             self._full.copy_(self._arriving)
 
 
-class WatchedReduce(minizero.reduce.ReduceScatter):
+class WatchedReduce(minizero.reduce.buckets.ReduceScatter):
     """A reduce-scatter that finds out whether what it sends was changed while it was on its way."""
 
     def __init__(self, full: Tensor, *args: Any) -> None:
@@ -105,8 +105,8 @@ def one_process(accumulated: int) -> dict[str, Tensor]:
 
 
 def whatever_the_schedule(stage: int) -> None:
-    minizero.gather.launch_all_gather = LateGather  # type: ignore[attr-defined]
-    minizero.reduce.ReduceScatter = WatchedReduce  # type: ignore[misc]
+    minizero.gather.units.launch_all_gather = LateGather  # type: ignore[attr-defined]
+    minizero.reduce.buckets.ReduceScatter = WatchedReduce  # type: ignore[misc]
     for accumulated in (1, 3):
         first = train(stage, 0, accumulated, None)
         for prefetch in SCHEDULES if stage == 3 else [1]:

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 import minizero
-from minizero.placeholder import ShardedAccessError
-from minizero.roll_call import RollCall
+from minizero.collectives import RollCall
+from minizero.sharding import ShardedAccessError
 
 preload("transformers.utils")
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,4 +1,4 @@
-"""gather.py: a unit's verbs and states, the hooks around forward and backward, the search for tensors."""
+"""gather/: a unit's verbs and states, the hooks around forward and backward, the search for tensors."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -12,11 +12,10 @@ from harness import run_ranks
 from torch import nn
 
 import minizero
+from minizero.collectives import Ledger
 from minizero.gather import State, Unit, in_backward
-from minizero.ledger import Ledger
-from minizero.outputs import tensors_in
-from minizero.placeholder import ShardedParameter
-from minizero.sharding import FlatParameters, holders_of
+from minizero.gather.outputs import tensors_in
+from minizero.sharding import FlatParameters, ShardedParameter, holders_of
 
 
 def _verbs() -> None:

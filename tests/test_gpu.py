@@ -6,8 +6,7 @@ from harness import run_ranks
 from torch import Tensor, nn
 
 import minizero
-from minizero.courier import offloaded_states
-from minizero.offload import offload_optimizer
+from minizero.offload import offload_optimizer, offloaded_states
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WIDTH, LAYERS = 1024, 8

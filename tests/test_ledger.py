@@ -1,4 +1,4 @@
-"""ledger.py: what the ledger books against the textbook, and that it hears everybody."""
+"""collectives/ledger.py: what the ledger books against the textbook, and that it hears everybody."""
 
 from fractions import Fraction
 
@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from minizero.collectives import ReduceScatter, launch_all_gather, ring_all_reduce
-from minizero.ledger import Ledger, ring_bytes, ring_seconds
+from minizero.collectives import Ledger, ReduceScatter, launch_all_gather, ring_all_reduce, ring_bytes, ring_seconds
 
 
 def _book() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""offload.py, mapped.py, courier.py: bit for bit the training without, in other memory, of the size predicted."""
+"""offload/: bit for bit the training without, in other memory, of the size predicted."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ from torch import Tensor, nn
 
 import minizero
 from minizero.accumulation import no_sync
-from minizero.courier import Courier, bus_bytes, offloaded_states
-from minizero.mapped import MappedFile, disk_bytes, room_for
 from minizero.memory import model_states, padding
-from minizero.offload import offload_optimizer, probe_states
+from minizero.offload import (
+    Courier,
+    MappedFile,
+    bus_bytes,
+    disk_bytes,
+    offload_optimizer,
+    offloaded_states,
+    probe_states,
+    room_for,
+)
 from minizero.precision import Precision
 
-preload("minizero.offload")
+preload("minizero.offload.step")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 PLACES = [(1, 3), (2, 1), (2, 2), (3, 1), (3, 3)]  # ranks, stage
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [

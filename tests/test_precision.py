@@ -1,4 +1,4 @@
-"""precision.py and the masters in sharding.py: 16 bits where it is said, 32 where it matters, the bytes of theory."""
+"""precision.py and the masters in sharding/: 16 bits where it is said, 32 where it matters, the bytes of theory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minizero
 from minizero import GPT, GPTConfig, Ledger
-from minizero.ledger import ring_bytes
+from minizero.collectives import ring_bytes
 from minizero.memory import PRECISIONS, model_states
 from minizero.memory import Precision as BytesPerParameter
 from minizero.precision import LossScaleError, LossScaler, Precision, cast

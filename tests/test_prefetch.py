@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import minizero
 from minizero.gather import State, Unit
-from minizero.prefetch import ByBytes, ByCount, full_bytes, tokens_to_hide, waits
-from minizero.trace import Record, Trace
+from minizero.overlap import ByBytes, ByCount, Record, Trace, full_bytes, tokens_to_hide, waits
 
-preload("minizero.prefetch", "minizero.trace")
+preload("minizero.overlap.prefetch", "minizero.overlap.trace")
 USED = (3, 0, 5, 1, 4, 2)  # the order in which the blocks are used; they are defined in that of their numbers
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +20,10 @@ from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
-from minizero import rank_group, rank_stop
-from minizero.rank_kernel import Failure
-from minizero.rank_output import DISPLAYS, HEAD, TAIL, Output, Screen, Shown, spans, together
+import minizero
+from minizero.ranks import group, stop
+from minizero.ranks.kernel import Failure
+from minizero.ranks.output import DISPLAYS, HEAD, TAIL, Output, Screen, Shown, spans, together
 
 ENDS_WITHIN = 10.0  # seconds in which no process of a notebook that has ended may be left
 FAR_FROM_GLOO = 60.0  # seconds; the process groups below wait for 600
@@ -330,8 +333,8 @@ def test_an_error_names_the_readers_line_and_shows_the_last_frame_of_the_package
     """Nothing of the machine's paths, nothing twice, and a long message in lines that fit a page."""
     cell = ranks.run("%%ranks\nimport minizero\n\nminizero.Zero(torch.nn.Linear(2, 2), stage=7)", fails=True)
     assert re.search(r"^-+> 3 minizero\.Zero", cell.shown_error, re.MULTILINE)
-    assert re.search(r"^minizero/zero\.py:\d+, in Zero\.__init__", cell.shown_error, re.MULTILINE)
-    assert str(Path(rank_group.__file__).parent) not in cell.shown_error
+    assert re.search(r"^minizero/zero/stages\.py:\d+, in Zero\.__init__", cell.shown_error, re.MULTILINE)
+    assert str(Path(minizero.__file__).parent) not in cell.shown_error
     raises = "raise RuntimeError(f'rank {rank} has {e}') from e"
     code = f"%%ranks\ndef f():\n    try:\n        1 / 0\n    except Exception as e:\n        {raises}\n\nf()"
     cell = ranks.run(code, fails=True)
@@ -582,8 +585,8 @@ def test_the_error_tells_the_cause_the_places_and_what_to_do() -> None:
         ]
         for rank in ranks:
             rank.alive = rank.failure is None or rank.failure.name != "Died"
-        stop = rank_stop.Stop([rank for rank in ranks if rank.busy], reason)  # type: ignore[misc]
-        return str(stop.error(ranks)).splitlines()  # type: ignore[arg-type]
+        ended = stop.Stop([rank for rank in ranks if rank.busy], reason)  # type: ignore[misc]
+        return str(ended.error(ranks)).splitlines()  # type: ignore[arg-type]
 
     gone = "Connection closed by peer"
     kept, anew = "Variables are kept; process groups have been closed.", "`%ranks restart` starts all ranks anew."
@@ -656,11 +659,11 @@ def test_F55_a_timeout_names_the_ranks_that_did_not_answer(ranks: Notebook) -> N
 
 
 def test_F55_the_default_timeout_ends_a_cell_before_the_tools_do() -> None:
-    assert rank_group.TIMEOUT + rank_stop._PATIENCE < 120
+    assert group.TIMEOUT + stop._PATIENCE < 120
 
 
 def test_a_rank_that_cannot_be_stopped_is_told_and_replaced(ranks: Notebook) -> None:
-    ranks.run("import minizero.rank_stop as stop\npatience, stop._PATIENCE = stop._PATIENCE, 1.0")
+    ranks.run("import minizero.ranks.stop as stop\npatience, stop._PATIENCE = stop._PATIENCE, 1.0")
     deaf = (
         "import signal\nif rank == 1:\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    while True: time.sleep(1)"
     )
@@ -811,3 +814,12 @@ def test_F53_two_notebooks_at_once_and_cells_run_again_give_the_same(tmp_path: P
         first.shutdown()
         second.shutdown()
     assert list(shown.values()) == [["[0-1] 21.0"] * 3] * 2
+
+
+def test_what_starts_first_loads_nothing_that_takes_long() -> None:
+    """A rank's kernel starts with the worker, a notebook with the face of the room, and neither waits for the rest."""
+    heavy = ("torch", "IPython", "ipykernel", "jupyter_client", "zmq")
+    for first in ("minizero", "minizero.ranks", "minizero.ranks.worker", "minizero.zero", "minizero.config"):
+        code = f"import sys, {first}; dir({first}); print([name for name in {heavy} if name in sys.modules])"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == "[]\n", first

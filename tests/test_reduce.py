@@ -1,4 +1,4 @@
-"""reduce.py: buckets that are zero where nothing was collected, one order on every rank, buffers used again."""
+"""reduce/: buckets that are zero where nothing was collected, one order on every rank, buffers used again."""
 
 import pytest
 import torch
@@ -7,10 +7,9 @@ from harness import run_ranks
 from torch import nn
 
 import minizero
-from minizero.ledger import Ledger
-from minizero.reduce import Bucket
+from minizero.collectives import Ledger
+from minizero.reduce import Bucket, Spares
 from minizero.sharding import FlatParameters, holders_of
-from minizero.spares import Spares
 
 
 def _bucket() -> None:

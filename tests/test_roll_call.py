@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
-from minizero.roll_call import RollCall, companion
+from minizero.collectives.roll_call import RollCall, companion
 
 
 def _disagree(same: bool) -> None:

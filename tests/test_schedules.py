@@ -1,4 +1,4 @@
-"""schedules.py: the rate of every optimizer step is the one DeepSpeed's schedule of that name gives it."""
+"""config/schedules.py: the rate of every optimizer step is the one DeepSpeed's schedule of that name gives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sharding.py: layouts for any sizes and rank counts, placeholders that describe and refuse."""
+"""sharding/: layouts for any sizes and rank counts, placeholders that describe and refuse."""
 
 import copy
 import io
@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from minizero.placeholder import ShardedAccessError, ShardedParameter
-from minizero.sharding import FlatParameters, Layout, holders_of
+from minizero.sharding import FlatParameters, Layout, ShardedAccessError, ShardedParameter, holders_of
 
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(torch.Size), min_size=1, max_size=6).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 import minizero
 from minizero.memory import gathered_bytes
-from minizero.prefetch import ByCount, waits
-from minizero.timeline import Timeline, align, draw, merge
-from minizero.trace import Record, Span, Trace
+from minizero.overlap import ByCount, Record, Span, Timeline, Trace, align, draw, merge, waits
 
-preload("minizero.prefetch", "minizero.timeline")
+preload("minizero.overlap.prefetch", "minizero.overlap.timeline")
 LAYERS = 4
 
 
@@ -230,11 +228,11 @@ def test_clocks_are_aligned_by_the_median_over_barriers() -> None:
 
 
 def merged_with_a_clock_of_its_own(folder: str) -> tuple[Timeline, str]:
-    import minizero.timeline
-    import minizero.trace
+    import minizero.overlap.timeline
+    import minizero.overlap.trace
 
     ahead = 50.0 * dist.get_rank()
-    for module in (minizero.timeline, minizero.trace):
+    for module in (minizero.overlap.timeline, minizero.overlap.trace):
         module.perf_counter = lambda: time.perf_counter() + ahead  # type: ignore[attr-defined]
     model, zero = sharded()
     step(model)

@@ -28,8 +28,8 @@ from harness import RankFailure, run_ranks
 from plain import assert_within, with_limits
 from safetensors.torch import load_file
 
+from minizero.collectives import Place
 from minizero.data import Batches, load_corpus
-from minizero.launch import Place
 from training import stopping
 from training.report import draw
 

@@ -1,4 +1,4 @@
-"""zero.py, construct.py and whole.py: the stages against one process, and each promise of the docstrings."""
+"""zero/: the stages against one process, and each promise of the docstrings."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import minizero
-from minizero.construct import default_units, plan_units
-from minizero.placeholder import ShardedParameter
+from minizero.sharding import ShardedParameter
+from minizero.zero.plan import default_units, plan_units
 
 CONFIG = {"vocab_size": 16, "context": 8, "layers": 3, "width": 8, "heads": 2}
 

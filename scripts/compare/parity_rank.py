@@ -30,12 +30,11 @@ from compare.methods import Method, OptimizerClass, RefusedError, builders
 from compare.rank import build_model, run_rank
 from minizero import GPT, GPTConfig, Ledger
 from minizero.accumulation import step_traffic
-from minizero.collectives import over_ranks
-from minizero.courier import offloaded_states
+from minizero.collectives import over_ranks, ring_bytes
 from minizero.data import Batches, load_corpus
-from minizero.ledger import ring_bytes
 from minizero.memory import model_states, padding
 from minizero.meter import MemoryMark
+from minizero.offload import offloaded_states
 
 SGD_STEPS = 5  # a wrong gradient is orders of magnitude above rounding at the first, in float64 ten
 LR_ADAMW, LR_SGD = 1e-3, 1e-2

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minizero import GPTConfig
+from minizero.collectives import LaunchError, Place, find_place
 from minizero.config import load_config, load_for_engine
-from minizero.config_read import read_json
+from minizero.config.read import read_json
 from minizero.data import Batches, Corpus, load_corpus
-from minizero.launch import LaunchError, Place, find_place
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from minizero.attached import watch_steps
 from minizero.collectives import launch_all_gather, on_all_ranks
 from minizero.gather import in_backward
 from minizero.memory import check_positive, shard_elements, traffic
 from minizero.replicate import Replicated, average_gradients
 from minizero.zero import Zero
+from minizero.zero.attached import watch_steps
 
 # ---- what it costs -----------------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from minizero.collectives import on_all_ranks
-from minizero.construct import Dtypes, is_inside
 from minizero.sharding import holders_of
 from minizero.zero import Zero
+from minizero.zero.plan import Dtypes, is_inside
 
 
 @dataclass(frozen=True)
