@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
 COMPOSE = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
 PINS = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE))

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from harness import RankFailure, preload, run_ranks
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from repository import ROOT
 from torch import Tensor, nn
 
 import minizero
 from minizero.config import Batch, Named, scheduler_class
 
 preload("minizero.engine.build")
-ARTICLE = Path(__file__).resolve().parent.parent / "configs" / "article.json"
+ARTICLE = ROOT / "configs" / "article.json"
 WIDTH = 6
 
 

@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 from docutils.core import publish_doctree
+from repository import ROOT
 from sphinx import addnodes
 
 from pages import execute, outputs
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "book" / "_ext"))
 chapters = importlib.import_module("chapters")
 SCRIPTS = ("book.py", "pages/__init__.py", "pages/execute.py", "pages/outputs.py")

@@ -14,8 +14,8 @@ import nbformat
 import pytest
 import yaml
 from IPython.core.interactiveshell import InteractiveShell
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SOMEWHERE = "https://github.com/somebody/a.book"
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from pydantic import BaseModel
+from repository import ROOT
 
 import minizero
 from minizero import config
@@ -20,7 +21,7 @@ from minizero.config.keys import DEEPSPEED, KEYS
 from minizero.engine import Engine
 from minizero.optimizer import Adam, AdamW
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = ROOT / "configs"
 ARTICLE = CONFIGS / "article.json"
 SIZE = {"train_batch_size": 8}
 

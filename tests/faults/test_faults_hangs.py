@@ -16,6 +16,7 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
+from repository import ROOT
 from test_faults_memory import LAYERS, UNIT, Chain, live_bytes, needs_mallinfo2
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -96,7 +97,8 @@ def test_F31_under_torchrun_the_run_ends_with_the_failing_ranks_traceback(tmp_pa
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    folders = [ROOT / "tests", ROOT / "tests" / "faults", *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = os.pathsep.join(map(str, folders))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     run = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode != 0

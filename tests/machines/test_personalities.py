@@ -10,8 +10,7 @@ import personalities
 import pytest
 import yaml
 from personalities import PERSONALITIES, Personality, run_as, two
-
-ROOT = Path(__file__).resolve().parent.parent
+from repository import ROOT
 
 
 def test_contributing_lists_every_personality() -> None:

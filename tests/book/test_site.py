@@ -26,10 +26,10 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from bs4 import BeautifulSoup, Tag
 from playwright.sync_api import Browser, Page, Route, sync_playwright
+from repository import ROOT
 
 pytestmark = pytest.mark.site
 
-ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "_build" / "html"
 SYSTEM_BROWSERS = ["chromium", "chromium-browser", "google-chrome"]
 DESKTOP: Any = {"width": 1360, "height": 900}

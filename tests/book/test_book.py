@@ -13,10 +13,10 @@ import draw_stages
 import nbformat
 import pytest
 import sync
+from repository import ROOT
 
 import minizero
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "minizero"
 NOTEBOOKS = sorted((ROOT / "book").glob("*.ipynb"))
 OF_SCRIPTS = {file.stem for file in (ROOT / "scripts").rglob("*.py")} - {"__init__"}

@@ -17,8 +17,9 @@ import pytest
 from grade import ROLES, role_of, verdicts
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from repository import ROOT
 
-BOOK = Path(__file__).resolve().parent.parent / "book"
+BOOK = ROOT / "book"
 NOTEBOOKS = sorted(BOOK.glob("*.ipynb"))
 
 

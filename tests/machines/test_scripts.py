@@ -18,6 +18,7 @@ import torch.distributed as dist
 from bench import check_losses
 from harness import run_ranks
 from parity import EXACT, KINDS, faults, limits
+from repository import ROOT
 
 from compare.job import METHODS, Job
 from compare.launch import RankFailure, launch
@@ -35,7 +36,7 @@ from compare.parity_rank import (
 from minizero.data import Batches, load_corpus
 from minizero.precision import Precision
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPTS = ROOT / "scripts"
 TINY = "--ranks 2 --batch 4 --layers 1 --context 8".split()
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from harness import RankFailure, preload, run_ranks
+from repository import ROOT
 
 from minizero import one_page
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCE = inspect.getsource(one_page)
 WRONG = {
     "sum for mean": ("*parts, self.padding]) / self.ranks", "*parts, self.padding])", r"\d from one process"),
