@@ -182,6 +182,30 @@ def test_the_map_has_every_room_in_its_chapter_and_the_readme_has_the_map() -> N
         )
 
 
+def without_chapter(file: Path) -> list[str]:
+    """The tests of a file that have no chapter's mark, neither of their own nor the file's."""
+
+    def marked(nodes: list[ast.expr]) -> bool:
+        return any(re.search(r"\bpytest\.mark\.ch\d\d\b", ast.unparse(node)) for node in nodes)
+
+    tree = ast.parse(file.read_text())
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    if marked([node.value for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]):
+        return []
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return [f"{file.name}::{test.name}" for test in tests if not marked(test.decorator_list)]
+
+
+def test_every_test_of_a_module_or_a_fault_has_the_mark_of_a_chapter(pytestconfig: pytest.Config) -> None:
+    files = [*(ROOT / "tests" / "modules").glob("test_*.py"), *(ROOT / "tests" / "faults").glob("test_*.py")]
+    assert len(files) > 40
+    assert [test for file in files for test in without_chapter(file)] == []
+    map_ = re.findall(r"^\| \[(\d\d)_\w+\.ipynb\].* \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [number for number, _ in map_] == [file.stem[:2] for file in NOTEBOOKS]
+    registered = [mark for mark in pytestconfig.getini("markers") if mark.startswith("ch")]
+    assert registered == [f"ch{number}: {idea}" for number, idea in map_]
+
+
 def test_every_question_is_answered_somewhere_and_listed() -> None:
     sources = [file.read_text() for file in sorted((ROOT / "book").glob("*.md"))]
     sources += [

@@ -20,7 +20,13 @@ from nbclient.exceptions import CellExecutionError
 from repository import ROOT
 
 BOOK = ROOT / "book"
-NOTEBOOKS = sorted(BOOK.glob("*.ipynb"))
+EVERY_CHAPTER = pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=file.stem, marks=getattr(pytest.mark, f"ch{file.stem[:2]}"))
+        for file in sorted(BOOK.glob("*.ipynb"))
+    ],
+)
 
 
 def checked(client: NotebookClient, notebook: nbformat.NotebookNode, place: int) -> str:
@@ -59,7 +65,7 @@ def complaints(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
     return found + [f"a process is left behind: {' '.join(process.cmdline())}" for process in alive]
 
 
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+@EVERY_CHAPTER
 def test_every_exercise_has_a_stub_a_check_and_a_solution_in_this_order(file: Path) -> None:
     cells = [role_of(cell) for cell in nbformat.read(file, as_version=4).cells if role_of(cell)[0]]
     names = list(dict.fromkeys(name for _, name in cells))
@@ -67,7 +73,7 @@ def test_every_exercise_has_a_stub_a_check_and_a_solution_in_this_order(file: Pa
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+@EVERY_CHAPTER
 def test_F58_stubs_do_not_pass_solutions_do_and_cells_can_be_run_twice(file: Path) -> None:
     notebook = nbformat.read(file, as_version=4)
     assert complaints(notebook, file.parent) == []

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minizero
 
+pytestmark = pytest.mark.ch12
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
@@ -886,6 +887,7 @@ def train_adapters(stage: int) -> None:
         assert sum(len(group["params"]) for group in pair.optimizer.param_groups) == 4
 
 
+@pytest.mark.ch15
 @every_stage
 def test_F11_frozen_parameters_stay_and_cost_no_gradient(stage: int) -> None:
     run_ranks(2, in_double, train_adapters, stage)
@@ -912,6 +914,7 @@ def thaw(stage: int) -> None:
     train(pair, 2)
 
 
+@pytest.mark.ch15
 @every_stage
 def test_F11_freezing_and_unfreezing_after_sharding_is_refused_by_name(stage: int) -> None:
     run_ranks(2, in_double, thaw, stage)
@@ -975,6 +978,7 @@ def move_by_momentum(stage: int) -> list[float]:
     return seen
 
 
+@pytest.mark.ch13
 @every_stage
 def test_F12_parameters_unused_on_all_ranks_count_as_zero_gradient(stage: int) -> None:
     run_ranks(2, in_double, alternate_heads, stage)
@@ -987,6 +991,7 @@ def use_heads_by_rank(cut: str, stage: int) -> None:
     train_like_one_process(Heads, batches, stage, units=CUTS[cut], loss_of=heads_loss, clip=0.5)
 
 
+@pytest.mark.ch13
 @every_stage
 @pytest.mark.parametrize("cut", CUTS)
 def test_F13_unused_on_one_rank_counts_as_zero(cut: str, stage: int) -> None:
@@ -1004,6 +1009,7 @@ def gather_different_units(same_size: bool, prefetch: int, uses: tuple[str, str]
         model(torch.ones(3, 4), uses[dist.get_rank()])
 
 
+@pytest.mark.ch13
 @pytest.mark.parametrize(("prefetch", "uses"), [(0, ("a", "ab")), (1, ("", "ab"))])
 @pytest.mark.parametrize("same_size", [True, False])
 def test_F13_ranks_that_gather_different_units_all_raise_and_name_them(
@@ -1021,6 +1027,7 @@ def use_b_on_one_rank() -> None:
     train_like_one_process(Heads, batches, 3, units=CUTS["each its own unit"], loss_of=heads_loss)
 
 
+@pytest.mark.ch13
 def test_F13_a_difference_that_gathering_ahead_makes_up_for_does_no_harm() -> None:
     """Rank 0 gathers b ahead and in vain. On the CPU its next reduction need not wait for rank 1 to be as far."""
     run_ranks(2, in_double, use_b_on_one_rank, timeout=30.0, group_timeout=10.0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import minizero
 from minizero.accumulation import Window, no_sync, token_mean
 
+pytestmark = pytest.mark.ch22
 preload("minizero.accumulation")
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 

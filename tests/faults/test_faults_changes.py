@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minizero
 
+pytestmark = pytest.mark.ch15
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
@@ -505,6 +506,7 @@ def untouched_generators(stage: int) -> None:
     assert list(random_states()) == before
 
 
+@pytest.mark.ch12
 @STAGES
 def test_F48_recomputation_draws_the_same_masks(stage: int) -> None:
     harness.run_ranks(2, dropout, stage)
@@ -571,6 +573,7 @@ def sparse_gradients(stage: int) -> None:
                 assert moved.tolist() == [0, 1, 7, 500, 999]
 
 
+@pytest.mark.ch13
 @STAGES
 def test_F49_sparse_gradients_are_reduced_like_dense_ones(stage: int) -> None:
     harness.run_ranks(2, sparse_gradients, stage)

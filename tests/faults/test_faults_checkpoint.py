@@ -42,6 +42,7 @@ from minizero.data import Batches
 from minizero.meter import live_storages
 from minizero.precision import LossScaler
 
+pytestmark = pytest.mark.ch25
 harness.preload("minizero.checkpoint.save_load", "minizero.precision", "test_checkpoint")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 

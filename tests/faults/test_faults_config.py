@@ -17,6 +17,7 @@ from minizero import config
 from minizero.config import Batch, ConfigError, load_config
 from minizero.config.keys import KEYS
 
+pytestmark = pytest.mark.ch26
 SIZE = {"train_batch_size": 8}
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

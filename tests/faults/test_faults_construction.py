@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 import minizero
 from minizero.zero.blank import is_blank, make_blank
 
+pytestmark = pytest.mark.ch15
 preload("peft")
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -504,6 +505,7 @@ def replace_and_look_away(stage: int) -> None:
             pytest.fail(f"{way.__name__}: no error")
 
 
+@pytest.mark.ch11
 @every_stage
 def test_F41_a_replaced_parameter_is_not_lost_without_a_word(stage: int) -> None:
     run_ranks(2, in_double, replace_and_look_away, stage)

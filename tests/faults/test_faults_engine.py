@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore
 import minizero
 from minizero.collectives.launch import LaunchError, Place, choose_device, find_place, meeting_point
 
+pytestmark = pytest.mark.ch26
 preload("minizero.engine.build")
 
 
@@ -372,6 +373,7 @@ OPEN_MPI = {
 TORCHRUN = environment(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4, MASTER_ADDR="host", MASTER_PORT=1)
 
 
+@pytest.mark.ch04
 @pytest.mark.parametrize(
     ("told", "numbers"),
     [
@@ -393,6 +395,7 @@ def test_F89_what_any_launcher_says_is_read(told: dict[str, str], numbers: tuple
     assert find_place(told)[:4] == numbers
 
 
+@pytest.mark.ch04
 @pytest.mark.parametrize(
     ("told", "message"),
     [
@@ -419,6 +422,7 @@ def test_F89_half_a_description_is_an_error_that_says_what_starts_ranks(told: di
     assert message in str(error.value)
 
 
+@pytest.mark.ch04
 def test_F89_ranks_of_a_launcher_meet_where_it_says_or_at_a_port_of_their_job() -> None:
     host, port = meeting_point(find_place(TASK), TASK)
     assert host == "gpu003-b"
@@ -446,6 +450,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.ch04
 def test_F89_tasks_that_srun_started_are_one_group() -> None:
     pair = []
     for rank in range(2):
@@ -461,6 +466,7 @@ def test_F89_tasks_that_srun_started_are_one_group() -> None:
             process.kill()
 
 
+@pytest.mark.ch04
 @pytest.mark.parametrize(
     ("gpus", "device", "said"),
     [

@@ -88,6 +88,7 @@ def scaled_by_torch(stage: int) -> list[Any]:
     return [*found, values(side)]
 
 
+@pytest.mark.ch21
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_F81_no_rank_steps_where_another_skips(stage: int) -> None:
     first, second = harness.run_ranks(2, scaled_by_torch, stage)
@@ -151,6 +152,7 @@ def asked_for_gradients(stage: int) -> None:
     assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
 
 
+@pytest.mark.ch13
 @STAGES
 def test_F82_the_gradient_of_a_whole_parameter_is_refused_not_none(stage: int) -> None:
     harness.run_ranks(2, asked_for_gradients, stage)
@@ -222,6 +224,7 @@ def two_optimizers(stage: int, offload: str, folder: str) -> list[Any]:  # noqa:
     return [*found, values(side)]
 
 
+@pytest.mark.ch14
 @pytest.mark.parametrize(("stage", "offload"), [*((s, "") for s in range(4)), (1, "memory"), (2, "disk"), (3, "disk")])
 def test_F83_zero_grad_forgets_the_gradients_of_its_own_optimizer_only(
     stage: int, offload: str, tmp_path: Path
@@ -270,6 +273,7 @@ def spoiled_for_one(stage: int) -> None:
     assert values(zero) == {"body": -1.0, "head": 0.0}
 
 
+@pytest.mark.ch14
 @STAGES
 def test_F83_incomplete_gradients_stay_so_until_their_own_optimizer_forgets_them(stage: int) -> None:
     harness.run_ranks(2, spoiled_for_one, stage)
@@ -344,6 +348,7 @@ def groups_added(stage: int, offload: str, folder: str) -> None:  # noqa: PLR091
         optimizer.offload.close()
 
 
+@pytest.mark.ch14
 @pytest.mark.parametrize(("stage", "offload"), [(1, ""), (2, ""), (3, ""), (2, "memory"), (3, "disk")])
 def test_F84_a_group_of_model_parameters_becomes_one_of_slices(stage: int, offload: str, tmp_path: Path) -> None:
     harness.run_ranks(2, groups_added, stage, offload, str(tmp_path))
@@ -404,6 +409,7 @@ def other_optimizers(stage: int) -> None:
         pieces.step()
 
 
+@pytest.mark.ch14
 @STAGES
 def test_F100_an_optimizer_that_knows_nothing_of_sharding_is_named_at_its_first_step(stage: int) -> None:
     harness.run_ranks(2, other_optimizers, stage)
@@ -441,6 +447,7 @@ def leave_nothing_behind() -> None:
     assert len(hooks) == before
 
 
+@pytest.mark.ch22
 def test_F97_no_hook_outlives_what_it_watches_for() -> None:
     harness.run_ranks(1, leave_nothing_behind)
 
@@ -464,5 +471,6 @@ def engine_at_its_beginning() -> None:
     assert all(piece.grad is None for _, piece in engine.zero.named_slices()), "what is in no group would add up"
 
 
+@pytest.mark.ch26
 def test_F97_there_is_no_mean_loss_before_the_first_window() -> None:
     harness.run_ranks(2, engine_at_its_beginning)

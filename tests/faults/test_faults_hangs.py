@@ -68,6 +68,7 @@ def fails_at_step_2(stage: int) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.ch35
 @STAGES
 def test_F31_under_the_harness_the_failing_rank_speaks_first(stage: int) -> None:
     """One collective may wait for 300 s: ending within the 120 s of the run means that nobody waited for it."""
@@ -92,6 +93,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.ch35
 def test_F31_under_torchrun_the_run_ends_with_the_failing_ranks_traceback(tmp_path: Path) -> None:
     """As above, with collectives that may wait for 600 s and a run that must end in 120."""
     script = tmp_path / "train.py"
@@ -151,6 +153,7 @@ def one_step_more(stage: int) -> None:
     hear("done")
 
 
+@pytest.mark.ch31
 @STAGES
 def test_F32_the_loader_gives_every_rank_the_same_number_of_steps(stage: int) -> None:
     harness.run_ranks(2, seven_samples, stage)
@@ -173,6 +176,7 @@ def all_finished(world: int, fn: Callable[..., None], *arguments: Any, **options
     assert text.count("test_faults_hangs.Finished") == world, text
 
 
+@pytest.mark.ch12
 @STAGES
 def test_F32_a_step_more_on_one_rank_is_an_error_that_names_the_unit(stage: int) -> None:
     all_finished(2, one_step_more, stage, group_timeout=2.0)
@@ -255,11 +259,13 @@ def full_state_on_all() -> None:
         assert 0.9 < extra < 2.5, f"{extra:.1f} units"  # one unit, and gloo's second copy while it gathers
 
 
+@pytest.mark.ch15
 @STAGES
 def test_F33_a_call_on_one_rank_only_says_that_all_must_take_part(stage: int) -> None:
     harness.run_ranks(2, on_rank_0_only, stage)
 
 
+@pytest.mark.ch15
 @needs_mallinfo2
 def test_F33_full_state_needs_one_unit_on_the_ranks_that_get_nothing() -> None:
     harness.run_ranks(2, full_state_on_all)

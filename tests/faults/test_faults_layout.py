@@ -20,6 +20,7 @@ import minizero
 from minizero import checkpoint
 from minizero.zero.state import SAFETENSORS_DTYPES
 
+pytestmark = pytest.mark.ch11
 harness.preload("minizero.checkpoint.save_load")
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -506,6 +507,7 @@ def spread_strided(stage: int, dense_rank: int | None, folder: Path) -> None:
     assert rank == dense_rank or torch.equal(model.memory[1::2], neighbours)
 
 
+@pytest.mark.ch15
 @pytest.mark.parametrize(("stage", "dense_rank"), [(0, None), (0, 1), (1, 0), (2, 1), (3, None), (3, 1)])
 def test_F80_a_buffer_has_rank_0s_values_whatever_its_strides_and_its_neighbours_keep_theirs(
     stage: int, dense_rank: int | None, tmp_path: Path
@@ -531,6 +533,7 @@ def share_with_a_parameter(stage: int) -> None:
         minizero.Zero(model, stage=stage)
 
 
+@pytest.mark.ch15
 def test_F80_a_buffer_that_is_a_view_of_a_parameter_is_refused_by_name() -> None:
     run_ranks(2, share_with_a_parameter, 2)
     run_ranks(2, share_with_a_parameter, 3)
@@ -600,6 +603,7 @@ def send_numbers(stage: int, folder: Path) -> None:
     assert raw(zero.unwrap().named_parameters()) == raw(plain.named_parameters())
 
 
+@pytest.mark.ch25
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_F87_every_dtype_is_sent_gathered_and_saved_bit_by_bit(stage: int, tmp_path: Path) -> None:
@@ -638,6 +642,7 @@ def refuse_numbers(stage: int) -> None:
         minizero.Zero(model, stage=stage)
 
 
+@pytest.mark.ch25
 @pytest.mark.filterwarnings("ignore")
 def test_F87_what_cannot_be_sent_or_saved_is_refused_by_name_and_dtype_before_anything_changes() -> None:
     run_ranks(2, refuse_numbers, 3)

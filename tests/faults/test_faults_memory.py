@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import minizero
 from minizero.memory import gathered_bytes, model_states
 
+pytestmark = pytest.mark.ch15
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 

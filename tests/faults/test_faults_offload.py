@@ -22,6 +22,7 @@ import minizero
 from minizero.offload import offload_optimizer
 from minizero.offload.mapped import HEADER, MappedFile
 
+pytestmark = pytest.mark.ch24
 preload("minizero.offload.step")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 

@@ -17,6 +17,7 @@ import minizero.gather.units
 import minizero.reduce.buckets
 from minizero.overlap import ByBytes, ByCount
 
+pytestmark = pytest.mark.ch23
 preload("minizero.overlap.prefetch")
 SCHEDULES = [0, 1, 2, ByCount(1), ByCount(2), ByBytes(10_000)]
 WIDTH, SIZES = 8, (5, 5, 8, 5, 5)  # neighbours of one size, which use each other's buffers, and one of another

@@ -18,6 +18,7 @@ from minizero import NonFiniteGradientError, ShardedAccessError
 from minizero.precision import LossScaleError, LossScaler, Precision, gradients_are_finite
 from minizero.zero import Zero
 
+pytestmark = pytest.mark.ch21
 harness.preload("minizero.precision")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import minizero
 from minizero.optimizer import ELEMENTWISE, clip_grad_norm
 
+pytestmark = pytest.mark.ch14
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
@@ -224,11 +225,13 @@ def load_bad_state(stage: int) -> None:
     assert all(torch.equal(good[name], after[name]) for name in before)
 
 
+@pytest.mark.ch15
 @STAGES
 def test_F23_loaded_weights_survive_the_first_step(stage: int) -> None:
     harness.run_ranks(2, load_whole_state, stage)
 
 
+@pytest.mark.ch15
 @STAGES
 def test_F23_a_bad_state_raises_on_all_ranks_names_the_key_and_changes_nothing(stage: int) -> None:
     harness.run_ranks(2, load_bad_state, stage, group_timeout=10.0)

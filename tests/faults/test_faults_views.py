@@ -25,6 +25,7 @@ import minizero
 from minizero.collectives import RollCall
 from minizero.sharding import ShardedAccessError
 
+pytestmark = pytest.mark.ch12
 preload("transformers.utils")
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -407,6 +408,7 @@ def see_group(module: nn.Module, args: Any) -> None:
     module.bias.group = "inside"
 
 
+@pytest.mark.ch11
 @every_stage
 def test_F86_attributes_of_parameters_are_seen_both_ways_and_survive(stage: int) -> None:
     run_ranks(2, carry_attributes, stage)

@@ -35,6 +35,7 @@ def _memory() -> None:
     assert all(u.state == "SHARDED" for u in zero.units)
 
 
+@pytest.mark.ch12
 def test_memory_is_freed_between_units() -> None:
     run_ranks(1, _memory, start_group=False)
 
@@ -62,6 +63,7 @@ def _bf16() -> tuple[list[float], list[float]]:
     return losses[0], losses[1]
 
 
+@pytest.mark.ch21
 def test_bf16_autocast_trains_like_the_plain_model() -> None:
     sharded, plain = run_ranks(1, _bf16, start_group=False)[0]
     assert sharded == pytest.approx(plain, rel=1e-3)
@@ -84,6 +86,7 @@ def _exact() -> None:
         torch.testing.assert_close(state[name], value.cpu(), rtol=1e-5, atol=1e-7, msg=name)
 
 
+@pytest.mark.ch15
 def test_nccl_trains_like_the_plain_model() -> None:
     run_ranks(1, _exact, start_group=False)
 
@@ -106,6 +109,7 @@ def _offloaded() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.ch24
 def test_offload_leaves_only_weights_on_the_device() -> None:
     run_ranks(1, _offloaded, start_group=False)
 
@@ -127,5 +131,6 @@ def _offloaded_like_plain() -> None:
         torch.testing.assert_close(state[name], value.cpu(), rtol=1e-5, atol=1e-7, msg=name)
 
 
+@pytest.mark.ch24
 def test_f27_offload_on_a_gpu_trains_like_the_plain_model() -> None:
     run_ranks(1, _offloaded_like_plain, start_group=False)

@@ -24,6 +24,7 @@ import pytest
 from plain import assert_within, with_limits
 from repository import ROOT
 
+pytestmark = pytest.mark.ch35
 SBATCH = ROOT / "slurm" / "train.sbatch"
 SIZES = "--layers 2 --width 16 --heads 2 --context 16 --batch 8 --lr 0.01 --warmup 2".split()
 needs_slurm = pytest.mark.skipif(

@@ -36,6 +36,7 @@ from compare.parity_rank import (
 from minizero.data import Batches, load_corpus
 from minizero.precision import Precision
 
+pytestmark = pytest.mark.ch31
 SCRIPTS = ROOT / "scripts"
 TINY = "--ranks 2 --batch 4 --layers 1 --context 8".split()
 

@@ -33,6 +33,7 @@ from minizero.data import Batches, load_corpus
 from training import stopping
 from training.report import draw
 
+pytestmark = pytest.mark.ch31
 SCRIPT = Path(train.__file__)
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "4", "--lr", "0.01"]
 SIZES += ["--warmup", "2", "--clip", "0.5", "--seed", "3"]

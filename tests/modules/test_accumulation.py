@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import minizero
 from minizero.accumulation import Window, gradient_bytes, no_sync, step_traffic, token_mean
 
+pytestmark = pytest.mark.ch22
 preload("minizero.accumulation")
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SHARDED = pytest.mark.parametrize("stage", [1, 2, 3])

@@ -35,6 +35,7 @@ from minizero.offload import offload_optimizer
 from minizero.precision import Precision
 from minizero.sharding import Layout
 
+pytestmark = pytest.mark.ch25
 harness.preload("minizero.checkpoint.save_load", "minizero.offload.step", "minizero.precision", "hypothesis")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 

@@ -18,6 +18,8 @@ from minizero.collectives import (
     timeout_of,
 )
 
+pytestmark = pytest.mark.ch04
+
 
 def _rings() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()

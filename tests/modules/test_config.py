@@ -21,6 +21,7 @@ from minizero.config.keys import DEEPSPEED, KEYS
 from minizero.engine import Engine
 from minizero.optimizer import Adam, AdamW
 
+pytestmark = pytest.mark.ch26
 CONFIGS = ROOT / "configs"
 ARTICLE = CONFIGS / "article.json"
 SIZE = {"train_batch_size": 8}

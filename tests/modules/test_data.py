@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from minizero.data import CORPUS, Batches, decode, encode, load_corpus
 
+pytestmark = pytest.mark.ch31
 sizes = st.integers(1, 5)
 
 

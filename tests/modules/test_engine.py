@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import minizero
 from minizero.config import Batch, Named, scheduler_class
 
+pytestmark = pytest.mark.ch26
 preload("minizero.engine.build")
 ARTICLE = ROOT / "configs" / "article.json"
 WIDTH = 6

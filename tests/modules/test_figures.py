@@ -7,6 +7,8 @@ import pytest
 
 from minizero.figures import COLORS, explorer, line, rect, svg, text
 
+pytestmark = pytest.mark.ch00
+
 
 def test_a_drawing_is_valid_xml_with_a_text_alternative() -> None:
     drawing = svg(

@@ -17,6 +17,8 @@ from minizero.gather import State, Unit, in_backward
 from minizero.gather.outputs import tensors_in
 from minizero.sharding import FlatParameters, ShardedParameter, holders_of
 
+pytestmark = pytest.mark.ch12
+
 
 def _verbs() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -23,6 +23,7 @@ import transformers
 
 import minizero
 
+pytestmark = pytest.mark.ch15
 harness.preload("peft", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])

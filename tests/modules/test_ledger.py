@@ -12,6 +12,8 @@ from torch import nn
 
 from minizero.collectives import Ledger, ReduceScatter, launch_all_gather, ring_all_reduce, ring_bytes, ring_seconds
 
+pytestmark = pytest.mark.ch04
+
 
 def _book() -> dict[str, int]:
     world, rank = dist.get_world_size(), dist.get_rank()

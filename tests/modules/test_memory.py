@@ -25,6 +25,8 @@ from minizero.memory import (
 )
 from minizero.models import GPT, Block, GPTConfig
 
+pytestmark = [pytest.mark.ch01, pytest.mark.ch03]
+
 
 def storage_bytes(tensors: list[Tensor]) -> int:
     """Bytes of the storages behind the tensors, each storage once."""

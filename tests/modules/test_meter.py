@@ -7,6 +7,8 @@ import torch
 
 from minizero.meter import MemoryMark, allocated_bytes, live_storages
 
+pytestmark = pytest.mark.ch01
+
 
 def test_memory_counts_storages_once_and_gradients_too() -> None:
     mark = MemoryMark(torch.device("cpu"))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from minizero.models import GPT, Block, GPTConfig
 
+pytestmark = pytest.mark.ch31
 TINY = GPTConfig(vocab_size=11, context=6, layers=2, width=8, heads=2)
 TINY_TIED = GPTConfig(vocab_size=11, context=6, layers=2, width=8, heads=2, tied=True)
 

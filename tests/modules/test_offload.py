@@ -34,6 +34,7 @@ from minizero.offload import (
 )
 from minizero.precision import Precision
 
+pytestmark = pytest.mark.ch24
 preload("minizero.offload.step")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 PLACES = [(1, 3), (2, 1), (2, 2), (3, 1), (3, 3)]  # ranks, stage

@@ -14,6 +14,7 @@ from repository import ROOT
 
 from minizero import one_page
 
+pytestmark = pytest.mark.ch10
 SOURCE = inspect.getsource(one_page)
 WRONG = {
     "sum for mean": ("*parts, self.padding]) / self.ranks", "*parts, self.padding])", r"\d from one process"),

@@ -14,6 +14,8 @@ import minizero
 from minizero.optimizer import Adam, clip_grad_norm, global_norm, slice_groups
 from minizero.sharding import FlatParameters, holders_of
 
+pytestmark = pytest.mark.ch14
+
 
 def _norms(everything: list[list[float]], p: float) -> float:
     mine = [torch.tensor(everything[dist.get_rank()]), torch.empty(0)]

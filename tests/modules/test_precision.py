@@ -26,6 +26,7 @@ from minizero.precision import LossScaleError, LossScaler, Precision, cast
 from minizero.sharding import FlatParameters, holders_of
 from minizero.zero import Zero
 
+pytestmark = pytest.mark.ch21
 harness.preload("minizero.precision", "minizero.models")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

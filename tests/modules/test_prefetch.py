@@ -17,6 +17,7 @@ import minizero
 from minizero.gather import State, Unit
 from minizero.overlap import ByBytes, ByCount, Record, Trace, full_bytes, tokens_to_hide, waits
 
+pytestmark = pytest.mark.ch23
 preload("minizero.overlap.prefetch", "minizero.overlap.trace")
 USED = (3, 0, 5, 1, 4, 2)  # the order in which the blocks are used; they are defined in that of their numbers
 

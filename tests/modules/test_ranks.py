@@ -25,6 +25,7 @@ from minizero.ranks import group, stop
 from minizero.ranks.kernel import Failure
 from minizero.ranks.output import DISPLAYS, HEAD, TAIL, Output, Screen, Shown, spans, together
 
+pytestmark = pytest.mark.ch00
 ENDS_WITHIN = 10.0  # seconds in which no process of a notebook that has ended may be left
 FAR_FROM_GLOO = 60.0  # seconds; the process groups below wait for 600
 START = "%load_ext minizero.ranks\n%ranks 2"

@@ -11,6 +11,8 @@ from minizero.collectives import Ledger
 from minizero.reduce import Bucket, Spares
 from minizero.sharding import FlatParameters, holders_of
 
+pytestmark = pytest.mark.ch13
+
 
 def _bucket() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import minizero
 from minizero.replicate import Replicated, average_gradients, make_buckets
 
+pytestmark = pytest.mark.ch02
 CONFIG = minizero.GPTConfig(vocab_size=32, context=8, layers=2, width=16, heads=2)
 
 

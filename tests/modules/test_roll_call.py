@@ -6,6 +6,8 @@ from harness import run_ranks
 
 from minizero.collectives.roll_call import RollCall, companion
 
+pytestmark = pytest.mark.ch04
+
 
 def _disagree(same: bool) -> None:
     roll_call = RollCall(["a", "b"], None)

@@ -14,6 +14,7 @@ import torch
 
 from minizero.config import Named, scheduler_class
 
+pytestmark = pytest.mark.ch26
 STEPS = 14
 THEIRS = """
 import json

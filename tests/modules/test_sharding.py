@@ -12,6 +12,7 @@ from torch import nn
 
 from minizero.sharding import FlatParameters, Layout, ShardedAccessError, ShardedParameter, holders_of
 
+pytestmark = pytest.mark.ch11
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(torch.Size), min_size=1, max_size=6).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 

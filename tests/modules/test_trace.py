@@ -20,6 +20,7 @@ import minizero
 from minizero.memory import gathered_bytes
 from minizero.overlap import ByCount, Record, Span, Timeline, Trace, align, draw, merge, waits
 
+pytestmark = pytest.mark.ch23
 preload("minizero.overlap.prefetch", "minizero.overlap.timeline")
 LAYERS = 4
 

@@ -12,6 +12,7 @@ import minizero
 from minizero.sharding import ShardedParameter
 from minizero.zero.plan import default_units, plan_units
 
+pytestmark = pytest.mark.ch15
 CONFIG = {"vocab_size": 16, "context": 8, "layers": 3, "width": 8, "heads": 2}
 
 
