@@ -51,7 +51,7 @@ def kind_of(method: str) -> str:
 
 # Limits are so many times what one process differs from itself. Splitting the batch is one draw of rounding, a method
 # is another: with width 384, one layer and 4 steps, methods were at most 1.1 times as far off in the weights of AdamW
-# and SGD. Three is more than that, and a planted fault is beyond four limits: tests/test_scripts.py plants them.
+# and SGD. Three is more than that, and a planted fault is beyond four limits (tests/machines/test_scripts.py).
 FACTOR = 3
 EXACT = {"loss64": 1e-12, "parameters64": 1e-12}
 EPSILON = 2.0**-23  # of fp32, in which all weights that an optimizer moves are kept

@@ -30,9 +30,10 @@ from compare.launch import enter_empty_network
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ("00_ranks", "26_config", "34_claims")  # with --quick: ranks, and what DeepSpeed says of this machine
 TESTS = (
-    *("test_collectives.py", "test_config.py", "test_faults_checkpoint.py", "test_models.py"),
-    "test_scripts.py::test_parity_table_and_json",  # every method against one process
-    "test_machines.py::test_two_torchruns_are_two_nodes_of_one_run",
+    *("modules/test_collectives.py", "modules/test_config.py", "modules/test_models.py"),
+    "faults/test_faults_checkpoint.py",
+    "machines/test_scripts.py::test_parity_table_and_json",  # every method against one process
+    "machines/test_machines.py::test_two_torchruns_are_two_nodes_of_one_run",
 )
 NOBODY = 65534
 LEFT_OUT = shutil.ignore_patterns(
