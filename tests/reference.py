@@ -143,8 +143,8 @@ def train_like_one_process(
 def full_gradients(zero: minizero.Zero) -> dict[str, Tensor | None]:
     """name -> the whole gradient, 1-D, from the slices of all ranks; None where no rank has one. On all ranks."""
     mine = {name: None if piece.grad is None else piece.grad.detach().clone() for name, piece in zero.named_slices()}
-    everyone: list[Any] = [None] * dist.get_world_size(zero.group)
-    dist.all_gather_object(everyone, mine, group=zero.group)
+    everyone: list[Any] = [None] * zero.world.size
+    dist.all_gather_object(everyone, mine, group=zero.world.shard)
     return {name: None if mine[name] is None else torch.cat([part[name] for part in everyone]) for name in mine}
 
 

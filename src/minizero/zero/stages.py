@@ -19,14 +19,16 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from minizero.collectives import Transport, World
 from minizero.gather import Gatherer, Schedule, State, Unit, in_backward
 from minizero.optimizer import check_elementwise, check_state, clip_grad_norm, slice_groups
 from minizero.reduce import Reducer
 from minizero.sharding import NotCopied
 from minizero.zero import elsewhere
 from minizero.zero.attached import Attached
+from minizero.zero.build import build_units, mark_changed, precise
 from minizero.zero.plan import DtypePolicy, agree, check_model, plan_units
-from minizero.zero.whole import build_units, hold_gathered, mark_changed, precise, read_full_state, write_full_state
+from minizero.zero.whole import hold_gathered, read_full_state, write_full_state
 
 
 class Zero(NotCopied):
@@ -45,6 +47,7 @@ class Zero(NotCopied):
         initialize: called once with each module that had parameters or buffers on the meta device; default
             `module.reset_parameters()`.
         dtypes: what to compute and send in, if not in the parameters' own dtype: a `minizero.precision.Precision`.
+        transport: how shards and gradients travel inside `group`, if not as they are and by torch's collectives.
 
     Raises on all ranks, before anything is changed: ValueError or TypeError naming the argument, module or parameter.
     """
@@ -60,22 +63,21 @@ class Zero(NotCopied):
         prefetch: int | Callable[[Sequence[Unit]], Schedule] = 1,
         initialize: Callable[[nn.Module], Any] | None = None,
         dtypes: DtypePolicy | None = None,
+        transport: Transport | None = None,
     ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, got {stage!r} (stage 0 is minizero.Replicated)")
         if not callable(prefetch) and prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more units, got {prefetch!r}")
-        self.model, self.stage, self.group, self.replicas = model, stage, group, replicas
-        self.groups = [group] if replicas is None else [group, replicas]  # one after the other they reach all ranks
+        self.model, self.stage, self.world = model, stage, World(group, replicas, transport)
         plans, chosen = plan_units(model, units), dtypes.choose(model) if dtypes else {}
-        for ranks in self.groups:
-            agree(plans, stage, chosen, ranks)
-        self.units = build_units(model, plans, stage, chosen, group, replicas, initialize)
+        agree(plans, stage, chosen, self.world)
+        self.units = build_units(model, plans, stage, chosen, self.world, initialize)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         begin = self._begin_backward
         schedule = prefetch(self.units) if callable(prefetch) else Schedule(self.units, prefetch)
-        self._gatherer = Gatherer(schedule, group, frees=stage == 3, begin_backward=begin)
-        self._reducer = Reducer(self.units, group, replicas, stage > 1, begin, self._gatherer.release)
+        self._gatherer = Gatherer(schedule, self.world, frees=stage == 3, begin_backward=begin)
+        self._reducer = Reducer(self.units, self.world, stage > 1, begin, self._gatherer.release)
         self._backward: int | None = None  # autograd's number for the backward that runs
         self._has_unreduced, self._attached = False, Attached(self.flats)
         self._spoiled: set[Tensor] = set()  # slices whose gradients a backward that raised has left incomplete
@@ -203,7 +205,7 @@ class Zero(NotCopied):
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip by the norm over all parameters and ranks; call on all ranks. See optimizer.clip_grad_norm."""
         self.reduce()
-        return clip_grad_norm([piece for _, piece in self.named_slices()], max_norm, norm_type, self.group)
+        return clip_grad_norm([piece for _, piece in self.named_slices()], max_norm, norm_type, self.world.shard)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -214,7 +216,7 @@ class Zero(NotCopied):
         the changes, stages 1 and 2, which hand out the live parameters, keep them on the rank that made them.
         """
         self._recover()
-        with hold_gathered(self.units, self._gatherer, self.group, self.replicas):
+        with hold_gathered(self.units, self._gatherer, self.world):
             yield
 
     def full_state(self) -> dict[str, Any]:
@@ -223,7 +225,7 @@ class Zero(NotCopied):
         One unit at a time is whole, so no rank but 0 needs memory for more than that. Buffers are rank 0's own.
         """
         self._recover()
-        return read_full_state(self.model, self.units, self._gatherer, self.group)
+        return read_full_state(self.model, self.units, self._gatherer, self.world)
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Load a plain model's state dict; call on all ranks, only the one of rank 0 is read.
@@ -233,7 +235,7 @@ class Zero(NotCopied):
         self._recover()
         if self._gatherer.holds:
             raise RuntimeError("load_full_state() inside gathered(): leave the context first")
-        write_full_state(self.model, self.units, state, self.group, self.replicas)
+        write_full_state(self.model, self.units, state, self.world)
 
     def unwrap(self) -> nn.Module:
         """Give the plain model back, whole on every rank, hooks gone; call on all. Optimizers of this Zero are done."""
@@ -242,7 +244,7 @@ class Zero(NotCopied):
         for handle in self._handles:
             handle.remove()
         for flat in self.flats:
-            flat.let_go(precise(flat, self.group))
+            flat.let_go(precise(flat, self.world))
         elsewhere.unmark(self._reducer)
         self._attached.close()
         del self.model.zero_grad
