@@ -129,10 +129,9 @@ class Reducer(NotCopied):
         self._begin_backward, self._release = begin_backward, release
         self._order = [unit for unit in reversed(units) if unit.is_trained]
         self._spares = Spares()
-        self._buckets = {
-            unit: [Bucket(flat, world, self._spares) for flat in unit.flats if flat.requires_grad]
-            for unit in self._order
-        }
+        self._buckets: dict[Unit, list[Bucket]] = {}
+        for unit in self._order:
+            self._buckets[unit] = [Bucket(flat, world, self._spares) for flat in unit.flats if flat.requires_grad]
         self._complete: set[Unit] = set()
         self._launched = 0  # how many units of the order this backward has launched
         self.flying: list[Unit] = []
