@@ -166,8 +166,7 @@ def check_values(found: dict[str, Tensor], reference: nn.Module) -> None:
 def check_clean(zero: minizero.Zero) -> None:
     """Between steps: no gradient on the full parameters, none waited for, and with stage 3 nothing gathered."""
     for unit in zero.units:
-        assert not unit.awaits_gradients, f"unit {unit.name!r} still awaits gradients"
-        assert not unit.calls_in_backward, f"unit {unit.name!r} still counts calls in backward"
+        assert not unit.use.in_backward, f"unit {unit.name!r} still awaits gradients, or counts calls in backward"
         for flat in unit.flats:
             left = [Tensor.grad.__get__(leaf) for leaf in flat.leaves]  # its class would say where the gradient is
             assert left == [None] * len(left), f"{flat.names}: gradient left on the full parameter"

@@ -76,12 +76,11 @@ def no_sync(parallel: Zero | Replicated) -> Iterator[None]:
     if isinstance(parallel, Replicated) and parallel not in _guarded:
         watch_steps(parallel, _check_step)
         _guarded.add(parallel)
-    holder = parallel._reducer if isinstance(parallel, Zero) else parallel
-    before, holder.holds = holder.holds, True
+    before, parallel.holds = parallel.holds, True
     try:
         yield
     finally:
-        holder.holds = before
+        parallel.holds = before
 
 
 def _check_step(replicated: Replicated, optimizer: Optimizer) -> None:

@@ -119,8 +119,8 @@ class Snapshot:
 
     def take(self, ranks: Ranks, zero: Zero, optimizer: Optimizer | None, tag: str, step: int, extra: Any) -> None:
         """Look at all there is to save, without a copy. Raises RuntimeError in the middle of a step."""
-        if zero._gatherer.holds or zero._has_unreduced:
-            where = "inside gathered()" if zero._gatherer.holds else "before the gradients of a backward are reduced"
+        if zero.is_gathered or zero.has_unreduced:
+            where = "inside gathered()" if zero.is_gathered else "before the gradients of a backward are reduced"
             raise RuntimeError(f"{where}, the slices do not hold all there is: save after the step")
         self.tensors |= {f"buffer/{n}": b.detach() for n, b in persistent_buffers(zero.model).items()}
         states: dict[str, Any] = {}  # of the optimizer: what is not cut

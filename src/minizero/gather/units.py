@@ -22,6 +22,7 @@ from minizero.collectives.transport import Flight
 from minizero.gather.ahead import Moment, Schedule
 from minizero.gather.leaving import check_unchanged, put_stand_ins, versions, with_own_memory
 from minizero.gather.outputs import HINT, is_plain, tensors_in
+from minizero.gather.use import Use, in_backward
 from minizero.sharding import FlatParameters, NotCopied
 
 
@@ -44,13 +45,8 @@ class Unit(NotCopied):
         self.state = State.FULL
         self.is_trained = any(flat.requires_grad for flat in flats)
         self.has_frozen = not all(flat.requires_grad for flat in flats)
-        self.awaits_gradients = False  # backward has reached this unit and not yet left it with all its gradients
-        self.has_all_gradients = False  # it has left with them, at least once
-        self.calls_in_backward: set[object] = set()  # calls whose inputs' gradients are still to come
-        self.calls = 0  # in forwards that have a graph, since the last backward
+        self.use = Use()
         self.versions_before: dict[str, int] = {}  # at the beginning of its forward
-        self.is_recomputed = False  # one of them had none of its own: reentrant checkpointing
-        self.is_in_parts = False  # parts of it are recomputed so: each brings gradients, all parameters stay to the end
         self._transport = world.transport
         self._works: list[Flight] = []
         self._check: Callable[[], None] | None = None
@@ -164,14 +160,12 @@ class Gatherer(NotCopied):
     def forget_backward(self) -> None:
         """A backward is over, or will not go on."""
         for unit in self.units:
-            unit.awaits_gradients = unit.has_all_gradients = unit.is_recomputed = unit.is_in_parts = False
-            unit.calls = 0
-            unit.calls_in_backward.clear()
+            unit.use = Use()
         self.schedule.end()
 
     def release(self, unit: Unit) -> None:
         """Reshard a unit, unless backward can still need its parameters."""
-        if self.frees and not self.holds and not unit.awaits_gradients and not unit.calls_in_backward:
+        if self.frees and not self.holds and not unit.use.in_backward:
             unit.reshard()
 
     @torch.compiler.disable
@@ -180,8 +174,8 @@ class Gatherer(NotCopied):
         if i == 0:
             self._in_forward, self._root_has_graph = True, has_graph
         if self._root_has_graph and not recomputes:
-            unit.calls += 1
-            unit.is_recomputed |= not has_graph
+            unit.use.calls += 1
+            unit.use.is_recomputed |= not has_graph
         moment = Moment.RECOMPUTATION if recomputes else Moment.FORWARD if self._root_has_graph else Moment.EVALUATION
         # Without the root's forward around it, nobody would reshard a unit that was gathered ahead in vain.
         self.need(unit, moment if self._in_forward or recomputes else None)
@@ -227,19 +221,15 @@ class Gatherer(NotCopied):
                 "run forward and backward inside `with zero.gathered():`"
             )
         self.begin_backward()
-        if unit.has_all_gradients and unit.calls == 1 and not unit.is_recomputed and unit.state == State.SHARDED:
+        use = unit.use
+        if use.has_all_gradients and use.calls == 1 and not use.is_recomputed and unit.state == State.SHARDED:
             return  # its output contains what another unit made, and backward has come to that one
-        has_begun = unit.awaits_gradients or bool(unit.calls_in_backward)  # by another tensor of its output
-        unit.awaits_gradients = unit.is_trained
+        has_begun = use.in_backward  # by another tensor of its output
+        use.awaits_gradients = unit.is_trained
         if call is not None:
-            unit.calls_in_backward.add(call)
+            use.calls_in_backward.add(call)
         self.need(unit, None if has_begun else Moment.BACKWARD)
 
     def _after_backward(self, unit: Unit, call: object, gradients: Any) -> None:
-        unit.calls_in_backward.discard(call)
+        unit.use.calls_in_backward.discard(call)
         self.release(unit)
-
-
-def in_backward() -> bool:
-    """Whether autograd's backward is running in this thread."""
-    return torch._C._current_graph_task_id() != -1

@@ -166,7 +166,7 @@ class Offload:
 
         To compare all of them with their masters, as is done where both are on the device, would bring them down.
         """
-        if self._zero._gatherer.holds or self._versions[flat] != _versions(flat):
+        if self._zero.is_gathered or self._versions[flat] != _versions(flat):
             FlatParameters.take_shard(flat)
 
     def after_step(self) -> None:

@@ -155,14 +155,14 @@ class Reducer(NotCopied):
             )
         buckets = self._buckets[unit]
         buckets[b].collect(index)
-        unit.is_in_parts |= is_nested and not unit.is_recomputed
-        if unit.is_in_parts or any(bucket.missing for bucket in buckets):
+        unit.use.is_in_parts |= is_nested and not unit.use.is_recomputed
+        if unit.use.is_in_parts or any(bucket.missing for bucket in buckets):
             return
         for bucket in buckets:
             bucket.expect_all()
-        unit.awaits_gradients, unit.has_all_gradients = False, True
+        unit.use.awaits_gradients, unit.use.has_all_gradients = False, True
         self._release(unit)
-        if not self.holds and (unit.calls < 2 or not unit.is_recomputed):  # else more follow, and one reduction
+        if not self.holds and (unit.use.calls < 2 or not unit.use.is_recomputed):  # else more follow, and one reduction
             self._complete.add(unit)
             self._launch_complete()
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
@@ -26,6 +25,7 @@ from minizero.reduce import Reducer
 from minizero.sharding import NotCopied
 from minizero.zero import elsewhere
 from minizero.zero.attached import Attached
+from minizero.zero.backward import Backward
 from minizero.zero.build import build_units, mark_changed, precise
 from minizero.zero.plan import DtypePolicy, agree, check_model, plan_units
 from minizero.zero.whole import hold_gathered, read_full_state, write_full_state
@@ -74,13 +74,12 @@ class Zero(NotCopied):
         agree(plans, stage, chosen, self.world)
         self.units = build_units(model, plans, stage, chosen, self.world, initialize)
         self.flats = [flat for unit in self.units for flat in unit.flats]
-        begin = self._begin_backward
+        self._attached = Attached(self.flats)
+        self._backward = Backward(self._attached.slices)
         schedule = prefetch(self.units) if callable(prefetch) else Schedule(self.units, prefetch)
-        self._gatherer = Gatherer(schedule, self.world, frees=stage == 3, begin_backward=begin)
-        self._reducer = Reducer(self.units, self.world, stage > 1, begin, self._gatherer.release)
-        self._backward: int | None = None  # autograd's number for the backward that runs
-        self._has_unreduced, self._attached = False, Attached(self.flats)
-        self._spoiled: set[Tensor] = set()  # slices whose gradients a backward that raised has left incomplete
+        self._gatherer = Gatherer(schedule, self.world, stage == 3, self._backward.begin)
+        self._reducer = Reducer(self.units, self.world, stage > 1, self._backward.begin, self._gatherer.release)
+        self._backward.gatherer, self._backward.reducer = self._gatherer, self._reducer
         self._handles = [*self._gatherer.attach(), *self._reducer.attach(), *(dtypes.attach(model) if dtypes else ())]
         self._handles.append(model.register_forward_pre_hook(self._before_model, prepend=True))
         elsewhere.mark(self._reducer)
@@ -89,48 +88,33 @@ class Zero(NotCopied):
     @torch.compiler.disable
     def _before_model(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
-            self._recover()
+            self._backward.recover()
             check_model(self.model, self.units)
-
-    def _recover(self) -> None:
-        """After a forward or backward that did not end: reshard, and forget gradients that are not shards yet."""
-        if self._backward is not None or self._reducer.flying:
-            self._backward, self._spoiled = None, self._attached.slices()
-            self._reducer.drop()
-            self._gatherer.forget_backward()
-        self._gatherer.reshard_all()
-
-    def _begin_backward(self) -> bool:
-        """A hook reports that a backward runs. Returns True if it runs inside another one (reentrant checkpointing)."""
-        current: int = torch._C._current_graph_task_id()
-        if self._backward is None:
-            self._check_complete()  # other ranks may have more gradients than this one: better nobody goes on
-            self._backward, self._has_unreduced = current, True
-            self._reducer.begin()
-            Variable._execution_engine.queue_callback(self._end_backward)
-        return current != self._backward
-
-    def _end_backward(self) -> None:
-        self._reducer.finish()
-        self._has_unreduced = self._reducer.holds
-        self._gatherer.forget_backward()
-        self._gatherer.reshard_all()
-        self._backward = None
 
     def reduce(self) -> None:
         """See to it that the slices hold the gradients; call on all ranks before you read them. Step and clipping do.
 
         What was held back, as always in stage 1, is reduced here.
         """
-        self._recover()
-        self._check_complete()
-        if self._has_unreduced:
-            self._reducer.reduce_all()
-            self._has_unreduced = False
+        self._backward.reduce()
 
-    def _check_complete(self) -> None:
-        if self._spoiled:
-            raise RuntimeError("the last backward raised and its gradients are incomplete: call zero_grad() first")
+    def unreduced(self) -> list[Tensor]:
+        """The gradients that wait on this rank, whole, for the step or for `reduce`: a flat buffer of each unit."""
+        return self._reducer.waiting()
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait for the step or for `reduce`, on all ranks alike."""
+        return self._backward.has_unreduced
+
+    @property
+    def holds(self) -> bool:
+        """While it is set, backwards reduce nothing, as in stage 1: see `accumulation.no_sync`."""
+        return self._reducer.holds
+
+    @holds.setter
+    def holds(self, value: bool) -> None:
+        self._reducer.holds = value
 
     def optimizer(
         self,
@@ -156,7 +140,7 @@ class Zero(NotCopied):
         `groups` above take. Raises TypeError as `optimizer()`, and for one that holds anything but slices.
         """
         check_elementwise(type(optimizer), elementwise)
-        self._attached.add(optimizer, self._forget)
+        self._attached.add(optimizer, self._backward.forget)
         optimizer.register_load_state_dict_pre_hook(check_state)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -164,7 +148,7 @@ class Zero(NotCopied):
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._attached.check_call(optimizer, [*args[1:], *kwargs.values()])  # torch passes the optimizer itself first
-        if self._gatherer.holds:
+        if self.is_gathered:
             raise RuntimeError("step() inside gathered(): the full parameters would overwrite what it changes")
         self.reduce()
         for flat in self.flats:
@@ -191,21 +175,19 @@ class Zero(NotCopied):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; `model.zero_grad` comes here too."""
         pieces: set[Tensor] = {piece for _, piece in self.named_slices()}
-        self._forget(pieces)
+        self._backward.forget(pieces)
         for piece in pieces:
             piece.grad = None if set_to_none or piece.grad is None else piece.grad.zero_()
-
-    def _forget(self, slices: set[Tensor]) -> None:
-        """Forget the gradients of `slices` that are not on them yet."""
-        self._recover()
-        self._reducer.forget(slices)
-        self._spoiled -= slices
-        self._has_unreduced &= not self._reducer.has_forgotten(self._attached.slices())
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip by the norm over all parameters and ranks; call on all ranks. See optimizer.clip_grad_norm."""
         self.reduce()
         return clip_grad_norm([piece for _, piece in self.named_slices()], max_norm, norm_type, self.world.shard)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether this is inside `gathered()`."""
+        return self._gatherer.holds
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -215,7 +197,7 @@ class Zero(NotCopied):
         Inside, ranks may run the model as often as each likes. After an exception nothing is written: stage 3 forgets
         the changes, stages 1 and 2, which hand out the live parameters, keep them on the rank that made them.
         """
-        self._recover()
+        self._backward.recover()
         with hold_gathered(self.units, self._gatherer, self.world):
             yield
 
@@ -224,7 +206,7 @@ class Zero(NotCopied):
 
         One unit at a time is whole, so no rank but 0 needs memory for more than that. Buffers are rank 0's own.
         """
-        self._recover()
+        self._backward.recover()
         return read_full_state(self.model, self.units, self._gatherer, self.world)
 
     def load_full_state(self, state: dict[str, Any]) -> None:
@@ -232,8 +214,8 @@ class Zero(NotCopied):
 
         Raises ValueError on all ranks, and changes nothing, naming a key that is missing, unknown or of another shape.
         """
-        self._recover()
-        if self._gatherer.holds:
+        self._backward.recover()
+        if self.is_gathered:
             raise RuntimeError("load_full_state() inside gathered(): leave the context first")
         write_full_state(self.model, self.units, state, self.world)
 
