@@ -143,8 +143,8 @@ def train_like_one_process(
 def full_gradients(zero: minizero.Zero) -> dict[str, Tensor | None]:
     """name -> the whole gradient, 1-D, from the slices of all ranks; None where no rank has one. On all ranks."""
     mine = {name: None if piece.grad is None else piece.grad.detach().clone() for name, piece in zero.named_slices()}
-    everyone: list[Any] = [None] * dist.get_world_size(zero.group)
-    dist.all_gather_object(everyone, mine, group=zero.group)
+    everyone: list[Any] = [None] * zero.world.size
+    dist.all_gather_object(everyone, mine, group=zero.world.shard)
     return {name: None if mine[name] is None else torch.cat([part[name] for part in everyone]) for name in mine}
 
 
@@ -166,8 +166,7 @@ def check_values(found: dict[str, Tensor], reference: nn.Module) -> None:
 def check_clean(zero: minizero.Zero) -> None:
     """Between steps: no gradient on the full parameters, none waited for, and with stage 3 nothing gathered."""
     for unit in zero.units:
-        assert not unit.awaits_gradients, f"unit {unit.name!r} still awaits gradients"
-        assert not unit.calls_in_backward, f"unit {unit.name!r} still counts calls in backward"
+        assert not unit.use.in_backward, f"unit {unit.name!r} still awaits gradients, or counts calls in backward"
         for flat in unit.flats:
             left = [Tensor.grad.__get__(leaf) for leaf in flat.leaves]  # its class would say where the gradient is
             assert left == [None] * len(left), f"{flat.names}: gradient left on the full parameter"

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
-import minizero.gather.units
+from torch import Tensor
+
+from minizero.collectives import TorchTransport
+from minizero.collectives.transport import Flight
 
 
-class SlowLink:
+class SlowLink(TorchTransport):
     """One link that carries one gather after another: `seconds(nbytes)` each, of all of a rank's gathers."""
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
+        super().__init__()
         self._seconds, self._free = seconds, 0.0
-        self._launch = minizero.gather.units.launch_all_gather
 
-    def install(self) -> None:
-        """From now on this rank's gathers take the slow link."""
-        minizero.gather.units.launch_all_gather = self.launch  # type: ignore[attr-defined]
-
-    def launch(self, full: Any, *args: Any) -> SlowWork:
-        """As minizero.collectives.launch_all_gather."""
+    def all_gather(self, full: Tensor, shard: Tensor) -> Flight:
         self._free = max(self._free, time.perf_counter()) + self._seconds(full.numel() * full.itemsize)
-        return SlowWork(self._launch(full, *args), self._free)
+        return SlowFlight(super().all_gather(full, shard), self._free)
 
 
-class SlowWork:
+class SlowFlight:
     """A collective that arrives at a moment of `perf_counter`, not before."""
 
-    def __init__(self, work: Any, arrives: float) -> None:
-        self._work, self._arrives = work, arrives
+    def __init__(self, flight: Flight, arrives: float) -> None:
+        self._flight, self._arrives = flight, arrives
 
     def wait(self) -> None:
         """Sleep until then."""
-        self._work.wait()
+        self._flight.wait()
         time.sleep(max(0.0, self._arrives - time.perf_counter()))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from minizero.collectives import launch_all_gather, on_all_ranks
+from minizero.collectives import World, launch_all_gather, on_all_ranks
 from minizero.gather import in_backward
 from minizero.memory import check_positive, shard_elements, traffic
 from minizero.replicate import Replicated, average_gradients
@@ -76,12 +76,11 @@ def no_sync(parallel: Zero | Replicated) -> Iterator[None]:
     if isinstance(parallel, Replicated) and parallel not in _guarded:
         watch_steps(parallel, _check_step)
         _guarded.add(parallel)
-    holder = parallel._reducer if isinstance(parallel, Zero) else parallel
-    before, holder.holds = holder.holds, True
+    before, parallel.holds = parallel.holds, True
     try:
         yield
     finally:
-        holder.holds = before
+        parallel.holds = before
 
 
 def _check_step(replicated: Replicated, optimizer: Optimizer) -> None:
@@ -183,10 +182,10 @@ class Window:
 
     def _from_all_ranks(self) -> Tensor:
         """(ranks, 3) float64: each rank's sum of losses, sum of weights and number of micro-batches."""
-        device = torch.device("cuda" if dist.get_backend(self._parallel.group) == "nccl" else "cpu")
+        world = self._parallel.world if isinstance(self._parallel, Zero) else World(self._parallel.group)
         loss = float(sum(self._losses))
-        found = torch.tensor([loss, self._weight, self.filled], dtype=torch.float64, device=device)
-        for group in self._parallel.groups if isinstance(self._parallel, Zero) else [self._parallel.group]:
+        found = torch.tensor([loss, self._weight, self.filled], dtype=torch.float64, device=world.device)
+        for group in world.groups:
             everyone = found.new_empty(dist.get_world_size(group) * found.numel())
             with on_all_ranks("count the micro-batches"):
                 launch_all_gather(everyone, found, group).wait()

@@ -107,7 +107,7 @@ def gradients_are_finite(zero: Zero) -> bool:
     does not clip calls this before the step. An optimizer that steps with a NaN keeps it in its moments for ever.
     """
     zero.reduce()
-    device = "cuda" if dist.get_backend(zero.group) == "nccl" else "cpu"
+    device = zero.world.device
     objections = torch.zeros((), device=device)
     for _, piece in zero.named_slices():
         if piece.grad is not None and piece.numel() > 0:  # a rank may own nothing, and has a vote all the same
@@ -115,7 +115,7 @@ def gradients_are_finite(zero: Zero) -> bool:
             objections += (~extremes.isfinite()).sum().to(device)
     with on_all_ranks("vote on the gradients"):
         # A sum of objections: a NaN itself can get lost in a maximum (gloo's MAX).
-        dist.all_reduce(objections, group=zero.group)
+        dist.all_reduce(objections, group=zero.world.shard)
     return not objections.item()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +14,7 @@ from reference import assert_close
 from torch import Tensor, nn
 
 import minizero
-import minizero.gather.units
-import minizero.reduce.buckets
+from minizero.collectives import ReduceScatter, TorchTransport, launch_all_gather
 from minizero.overlap import ByBytes, ByCount
 
 pytestmark = pytest.mark.ch23
@@ -42,11 +42,9 @@ class Chain(nn.Module):
 class LateGather:
     """An all-gather whose destination is full of NaN until somebody has waited for it."""
 
-    launch = staticmethod(minizero.gather.units.launch_all_gather)
-
-    def __init__(self, full: Tensor, shard: Tensor, group: Any) -> None:
+    def __init__(self, full: Tensor, shard: Tensor) -> None:
         self._full, self._arriving = full, torch.empty_like(full)
-        self._work = self.launch(self._arriving, shard.clone(), group)
+        self._work = launch_all_gather(self._arriving, shard.clone())
         with torch.no_grad():
             full.fill_(torch.nan)
 
@@ -56,7 +54,7 @@ class LateGather:
             self._full.copy_(self._arriving)
 
 
-class WatchedReduce(minizero.reduce.buckets.ReduceScatter):
+class WatchedReduce(ReduceScatter):
     """A reduce-scatter that finds out whether what it sends was changed while it was on its way."""
 
     def __init__(self, full: Tensor, *args: Any) -> None:
@@ -70,6 +68,14 @@ class WatchedReduce(minizero.reduce.buckets.ReduceScatter):
         return total
 
 
+class Watched(TorchTransport):
+    def all_gather(self, full: Tensor, shard: Tensor) -> LateGather:
+        return LateGather(full, shard)
+
+    def reduce_scatter(self, full: Tensor, allocate: Callable[[Tensor], Tensor] = torch.empty_like) -> WatchedReduce:
+        return WatchedReduce(full, self.group, allocate)
+
+
 def batches(steps: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [[torch.randn(3, WIDTH, generator=generator) for _ in range(dist.get_world_size())] for _ in range(steps)]
@@ -78,7 +84,7 @@ def batches(steps: int) -> list[list[Tensor]]:
 def train(stage: int, prefetch: Any, accumulated: int, late_rank: int | None) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Chain()
-    zero = minizero.Zero(model, model.blocks, stage=stage, prefetch=prefetch)
+    zero = minizero.Zero(model, model.blocks, stage=stage, prefetch=prefetch, transport=Watched())
     optimizer = zero.optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
     if dist.get_rank() == late_rank:
         for block in model.blocks[1::2]:
@@ -106,8 +112,6 @@ def one_process(accumulated: int) -> dict[str, Tensor]:
 
 
 def whatever_the_schedule(stage: int) -> None:
-    minizero.gather.units.launch_all_gather = LateGather  # type: ignore[attr-defined]
-    minizero.reduce.buckets.ReduceScatter = WatchedReduce  # type: ignore[misc]
     for accumulated in (1, 3):
         first = train(stage, 0, accumulated, None)
         for prefetch in SCHEDULES if stage == 3 else [1]:

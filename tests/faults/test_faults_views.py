@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 import minizero
-from minizero.collectives import RollCall
+from minizero.collectives import RollCall, TorchTransport
 from minizero.sharding import ShardedAccessError
 
 pytestmark = pytest.mark.ch12
@@ -444,13 +444,13 @@ def test_F96_a_gather_that_fails_blames_nobody_else() -> None:
 
 def see_differently() -> None:
     rank = dist.get_rank()
-    check = RollCall(["root", "a", "b"], None).call(1, seen=5 if rank == 2 else 7)
+    check = RollCall(["root", "a", "b"], TorchTransport()).call(1, seen=5 if rank == 2 else 7)
     with pytest.raises(
         RuntimeError, match=r"gather unit 'a': all ranks are at this unit, but ranks \[2\] ran other units before it"
     ) as e:
         check()
     assert "different units" not in str(e.value)
-    check = RollCall(["root", "a", "b"], None).call(1 if rank == 0 else 2, seen=rank)
+    check = RollCall(["root", "a", "b"], TorchTransport()).call(1 if rank == 0 else 2, seen=rank)
     with pytest.raises(RuntimeError, match=r"gather unit '[ab]': ranks gather different units") as e:
         check()
     assert len(set(re.findall(r"rank (\d): '[ab]'", str(e.value)))) == 3

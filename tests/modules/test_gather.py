@@ -12,7 +12,7 @@ from harness import run_ranks
 from torch import nn
 
 import minizero
-from minizero.collectives import Ledger
+from minizero.collectives import Ledger, World
 from minizero.gather import State, Unit, in_backward
 from minizero.gather.outputs import tensors_in
 from minizero.sharding import FlatParameters, ShardedParameter, holders_of
@@ -26,7 +26,7 @@ def _verbs() -> None:
     layer = nn.Linear(3, 2)
     weight = layer.weight.detach().clone()
     flat = FlatParameters(holders_of(layer), rank, world, aliased=False)
-    unit = Unit("layer", layer, [flat], None)
+    unit = Unit("layer", layer, [flat], World())
     assert unit.state == State.FULL
 
     unit.reshard()

@@ -269,8 +269,7 @@ def alive(zero: Zero, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     tensors += [piece.grad for flat in flats for piece in flat.slices if piece.grad is not None]
     whole = [torch.Tensor.grad.__get__(leaf) for flat in flats for leaf in flat.leaves]  # past what refuses it
     tensors += [gradient for gradient in whole if gradient is not None]
-    buckets = [bucket for group in zero._reducer._buckets.values() for bucket in group]
-    tensors += [bucket._gradients for bucket in buckets if bucket._gradients is not None]
+    tensors += zero.unreduced()
     tensors += [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values()), sum(flat.layout.padded_numel for flat in flats)

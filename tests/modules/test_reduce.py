@@ -7,7 +7,7 @@ from harness import run_ranks
 from torch import nn
 
 import minizero
-from minizero.collectives import Ledger
+from minizero.collectives import Ledger, World
 from minizero.reduce import Bucket, Spares
 from minizero.sharding import FlatParameters, holders_of
 
@@ -20,7 +20,7 @@ def _bucket() -> None:
     flat = FlatParameters(holders_of(layer), rank, world, aliased=False)
     spares = Spares()
     spares.give([torch.full((8,), torch.nan)])  # what an earlier unit left
-    bucket = Bucket(flat, spares)
+    bucket = Bucket(flat, World(), spares)
     layer.weight.grad = torch.full((2, 2), float(rank))
     bucket.collect(0)
     bucket.collect(1)  # the bias has no gradient: nothing happens
@@ -28,10 +28,10 @@ def _bucket() -> None:
     assert bucket.missing == {1}
     layer.weight.grad = torch.ones(2, 2)
     bucket.collect(0)  # a second gradient in the same pass adds up
-    bucket.launch(None)
+    bucket.launch()
     assert not bucket.collected
     assert bucket.missing == {0, 1}
-    bucket.land(divisor=world, replicas=None)
+    bucket.land()
     mean = torch.tensor([2.5] * 4 + [0.0] * 2)
     for i, piece in enumerate(flat.slices):
         part = flat.layout.slice_of(i, rank)

@@ -4,13 +4,13 @@ import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
-from minizero.collectives.roll_call import RollCall, companion
+from minizero.collectives import RollCall, TorchTransport, companion
 
 pytestmark = pytest.mark.ch04
 
 
 def _disagree(same: bool) -> None:
-    roll_call = RollCall(["a", "b"], None)
+    roll_call = RollCall(["a", "b"], TorchTransport())
     check = roll_call.call(0 if same else dist.get_rank())
     if same:
         check()

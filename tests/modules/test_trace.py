@@ -185,8 +185,7 @@ def on_a_slow_link(count: int) -> list[float]:
     """Seconds waited in forward and in backward: the least of three steps, since a busy machine only adds to them."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Sleepy(4, 4) for _ in range(LAYERS)])
-    zero = minizero.Zero(model, list(model), prefetch=ByCount(count))
-    SlowLink(lambda nbytes: GATHER).install()
+    zero = minizero.Zero(model, list(model), prefetch=ByCount(count), transport=SlowLink(lambda nbytes: GATHER))
     waited = []
     for _ in range(3):
         with Trace(zero) as forward:

@@ -47,8 +47,8 @@ class Reading:
     def check_files(self) -> None:
         """Sizes and checksums of all files, each looked at by one rank."""
         self.manifest = parse_manifest(self.text, self.folder)
-        count = self.ranks.world * self.ranks.replicas
-        for name, file in list(self.manifest.files.items())[self.ranks.number :: count]:
+        count = self.ranks.world.count
+        for name, file in list(self.manifest.files.items())[self.ranks.world.number :: count]:
             size = check_plain(self.folder / name)
             if size != file.nbytes:
                 raise ValueError(f"{self.folder / name} has {size} bytes, the manifest says {file.nbytes}")
@@ -66,8 +66,8 @@ class Reading:
                     there = file.get_slice(move.key)
                     if (there.get_dtype(), there.get_shape()) != (SAFETENSORS_DTYPES[move.dtype], [move.numel]):
                         raise ValueError(f"{move.key!r} is {there.get_dtype()} {there.get_shape()}")
-        same = (self.manifest.world, self.manifest.replicas) == (self.ranks.world, self.ranks.replicas)
-        path = self.folder / file_of(self.ranks.number if same else 0)
+        same = (self.manifest.world, self.manifest.replicas) == (self.ranks.world.size, self.ranks.world.copies)
+        path = self.folder / file_of(self.ranks.world.number if same else 0)
         with naming(path):
             self.tensors, self.rest = read_rest(path)
             self._check_buffers()
@@ -76,8 +76,8 @@ class Reading:
             for name, _ in self.zero.named_slices():
                 if not isinstance(self.rest["states"].get(name), dict):
                     raise ValueError(f"{path}: no optimizer state of {name!r}")
-            if self.ranks.number < len(self.manifest.files):
-                path = self.folder / file_of(self.ranks.number)
+            if self.ranks.world.number < len(self.manifest.files):
+                path = self.folder / file_of(self.ranks.world.number)
                 with naming(path):
                     self.random = read_rest(path)[1]["random"]
                     set_random_states(self.random, only_try=True)

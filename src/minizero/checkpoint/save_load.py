@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from minizero.checkpoint.files import Spec, durable
@@ -21,12 +20,12 @@ from minizero.checkpoint.manifest import check_tag, read_latest, read_manifest
 from minizero.checkpoint.one_file import OneFile, split_extras
 from minizero.checkpoint.reading import Reading
 from minizero.checkpoint.snapshot import Ranks, Snapshot
-from minizero.collectives import launch_all_gather, on_all_ranks
+from minizero.collectives import World, on_all_ranks
 from minizero.replicate.sending import as_bytes
 from minizero.sharding import FlatParameters
 from minizero.zero import Zero
+from minizero.zero.build import mark_changed
 from minizero.zero.state import extra_states, persistent_buffers
-from minizero.zero.whole import mark_changed
 
 
 def save(
@@ -156,7 +155,7 @@ def publish(zero: Zero) -> None:
         flat.refresh()
         if flat.aliased:
             with on_all_ranks("gather the parameters that were loaded"):
-                launch_all_gather(flat.full, flat.shard, zero.group).wait()
+                zero.world.transport.exact.all_gather(flat.full, flat.shard).wait()
     mark_changed(zero.flats)
 
 
@@ -204,19 +203,19 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
     with ExitStack() as stack:
         ranks.first_does(f"write {path}", begin)
         for flat in zero.flats:
-            whole = gather_to_first(flat, zero.group) if ranks.replica == 0 else flat.master
+            whole = gather_to_first(flat, zero.world) if ranks.world.copy == 0 else flat.master
             ranks.first_does(f"write {path}", partial(put_flat, flat, whole))
         ranks.first_does(f"write {path}", put_kept)
         ranks.first_does(f"complete {path}", stack.close)
 
 
-def gather_to_first(flat: FlatParameters, group: ProcessGroup | None) -> Tensor:
+def gather_to_first(flat: FlatParameters, world: World) -> Tensor:
     """The master values of all ranks, padded, on rank 0; what this rank has, on the others."""
     shard = flat.master.to(flat.full.device)
-    if dist.get_rank(group) != 0:
-        dist.gather(as_bytes(shard), group=group, group_dst=0)
+    if world.rank != 0:
+        dist.gather(as_bytes(shard), group=world.shard, group_dst=0)
         return shard
     whole = shard.new_empty(flat.layout.padded_numel)
     parts = [as_bytes(part) for part in whole.view(flat.layout.world, -1)]
-    dist.gather(as_bytes(shard), parts, group=group, group_dst=0)
+    dist.gather(as_bytes(shard), parts, group=world.shard, group_dst=0)
     return whole

@@ -11,14 +11,12 @@ from typing import Any, TypeVar
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from minizero.checkpoint.files import PARTIAL, check_plain, durable, encode, flush_folder, write_tensors
 from minizero.checkpoint.manifest import CheckpointError, Manifest, check_tag, dtype_name, file_of, read_latest
 from minizero.collectives import on_all_ranks
-from minizero.collectives.roll_call import companion
 from minizero.sharding import FlatParameters
 from minizero.zero import Zero
 from minizero.zero.state import extra_states, persistent_buffers
@@ -27,14 +25,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a `Zero`, and how they do something together. With replicas, `number` counts through all of them."""
+    """All ranks of a `Zero`, and how they do something together: what goes wrong on one has gone wrong on all."""
 
     def __init__(self, zero: Zero) -> None:
-        self.world, self.replica, self.replicas = dist.get_world_size(zero.group), 0, 1
-        if zero.replicas is not None:
-            self.replica, self.replicas = dist.get_rank(zero.replicas), dist.get_world_size(zero.replicas)
-        self.number = self.replica * self.world + dist.get_rank(zero.group)
-        self.groups = [companion(group, "save") for group in zero.groups]  # of their own: saves run in the background
+        self.world = zero.world.beside("save")  # saves run in the background
 
     def do(self, what: str, work: Callable[[], T]) -> list[T]:
         """What `work()` returned on each rank, in the order of their numbers.
@@ -43,14 +37,11 @@ class Ranks:
         """
         cause: Exception | None = None
         try:
-            everyone: list[Any] = [(True, work())]
+            mine: tuple[bool, Any] = True, work()
         except Exception as error:
-            cause, everyone = error, [(False, f"{type(error).__name__}: {error}")]
+            cause, mine = error, (False, f"{type(error).__name__}: {error}")
         with on_all_ranks(what):
-            for group in self.groups:
-                parts: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(parts, everyone, group=group)
-                everyone = [answer for part in parts for answer in part]
+            everyone = self.world.everyone(mine)
         for rank, (worked, answer) in enumerate(everyone):
             if not worked:
                 raise CheckpointError(f"could not {what}: rank {rank}: {answer}") from cause
@@ -58,7 +49,7 @@ class Ranks:
 
     def first_does(self, what: str, work: Callable[[], T]) -> T:
         """What `work()` returned on rank 0, on all ranks; or CheckpointError on all."""
-        answers = self.do(what, lambda: work() if self.number == 0 else None)
+        answers = self.do(what, lambda: work() if self.world.number == 0 else None)
         return answers[0]  # type: ignore[return-value]
 
 
@@ -128,8 +119,8 @@ class Snapshot:
 
     def take(self, ranks: Ranks, zero: Zero, optimizer: Optimizer | None, tag: str, step: int, extra: Any) -> None:
         """Look at all there is to save, without a copy. Raises RuntimeError in the middle of a step."""
-        if zero._gatherer.holds or zero._has_unreduced:
-            where = "inside gathered()" if zero._gatherer.holds else "before the gradients of a backward are reduced"
+        if zero.is_gathered or zero.has_unreduced:
+            where = "inside gathered()" if zero.is_gathered else "before the gradients of a backward are reduced"
             raise RuntimeError(f"{where}, the slices do not hold all there is: save after the step")
         self.tensors |= {f"buffer/{n}": b.detach() for n, b in persistent_buffers(zero.model).items()}
         states: dict[str, Any] = {}  # of the optimizer: what is not cut
@@ -142,7 +133,7 @@ class Snapshot:
                 flat.take_shard()  # what was changed in place since the last step
             for i, (name, piece) in enumerate(zip(flat.names, flat.slices, strict=True)):
                 cut = cut_tensors(flat, i, optimizer if id(piece) in updated else None)
-                if ranks.replica == 0:
+                if ranks.world.copy == 0:
                     self.tensors |= {f"{kind}/{name}": value for kind, value in cut.items()}
                 state = optimizer.state.get(piece, {}) if optimizer is not None else {}
                 states[name] = {key: value for key, value in state.items() if f"state/{key}" not in cut}
@@ -156,7 +147,7 @@ class Snapshot:
         rest["modules"] = extra_states(zero.model)
         self.metadata = {"minizero": json.dumps(encode(rest, "rest", self.tensors))}
         self.manifest = {"tag": check_tag(tag), "step": step, "stage": zero.stage, "flats": flats}
-        self.manifest |= {"world": ranks.world, "replicas": ranks.replicas}
+        self.manifest |= {"world": ranks.world.size, "replicas": ranks.world.copies}
         self.manifest["groups"] = None if optimizer is None else group_names(zero, optimizer)
 
     def copy(self) -> None:
@@ -172,7 +163,7 @@ class Snapshot:
         """
         folder, partial = directory / self.manifest["tag"], directory / (self.manifest["tag"] + PARTIAL)
         before = ranks.first_does(f"begin checkpoint {folder}", lambda: begin(directory, partial, folder.name, keep))
-        mine = partial / file_of(ranks.number)
+        mine = partial / file_of(ranks.world.number)
         written = ranks.do(f"write checkpoint {folder}", lambda: write_tensors(mine, self.tensors, self.metadata))
 
         def complete() -> None:

@@ -137,6 +137,18 @@ def launch_all_gather(full: Tensor, shard: Tensor, group: ProcessGroup | None = 
     return work
 
 
+def launch_all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup | None = None) -> Work | Exchange:
+    """Start sending the r-th of N equal parts of `sent` to rank r; rank r's part for this rank lands in `received`.
+
+    On the CPU this rank's own part stays where it is, and its place in `received` as it was.
+    """
+    if sent.device.type == "cpu":
+        places, parts = (t.detach().view(dist.get_world_size(group), -1).unbind() for t in (received, sent))
+        return Exchange(places, parts, group, ALL_TO_ALL_TAG)
+    work: Work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    return work
+
+
 class ReduceScatter:
     """A reduce-scatter that is on its way: the constructor launches it, `land()` waits and gives this rank's shard.
 
@@ -157,12 +169,9 @@ class ReduceScatter:
         self._received = allocate(full) if self._exchanges else full.new_empty(full.numel() // world)
         self.buffers = [full, self._received] if self._exchanges else [full]
         self._slices = full.detach().view(world, -1).unbind()
-        self._work: Work | Exchange
         with torch.no_grad():
-            if full.device.type == "cpu":
-                self._work = Exchange(self._received.view(world, -1).unbind(), self._slices, group, ALL_TO_ALL_TAG)
-            elif self._exchanges:
-                self._work = dist.all_to_all_single(self._received, full, group=group, async_op=True)
+            if self._exchanges:
+                self._work = launch_all_to_all(self._received, full, group)
             else:
                 self._work = _reduce_scatter(self._received, full, group=group, async_op=True)
 

@@ -163,6 +163,8 @@ def rebind(optimizer: Optimizer, zero: Zero, groups: Groups | None) -> None:
 
 
 def _loader(data: Any, collate_fn: Callable[..., Any] | None, engine: Engine) -> Feed:
-    place = dist.get_rank(engine.zero.group), engine.world_size
+    place = engine.zero.world.rank, engine.world_size
     drop_last = engine.config.dataloader_drop_last
-    return Feed(data, engine.batch.micro, place, engine.zero.group, engine.warn_of_open_window, collate_fn, drop_last)
+    return Feed(
+        data, engine.batch.micro, place, engine.zero.world.shard, engine.warn_of_open_window, collate_fn, drop_last
+    )

@@ -56,7 +56,7 @@ class Engine(NotCopied, Resumable):
         self.module = zero.model
         self.training = self.module.training
         self.lr_scheduler = self.training_dataloader = None
-        self.world_size = self.dp_world_size = dist.get_world_size(zero.group)
+        self.world_size = self.dp_world_size = zero.world.size
         local_rank = os.environ.get("LOCAL_RANK")
         self.global_rank = dist.get_rank()
         self.local_rank = find_place().local_rank if local_rank is None else int(local_rank)
@@ -129,7 +129,7 @@ class Engine(NotCopied, Resumable):
             raise RuntimeError("engine.end_window() inside no_sync(): leave the context first")
         everyone: list[Any] = [None] * self.world_size
         with on_all_ranks("count the micro-batches"):
-            dist.all_gather_object(everyone, self._divided, group=self.zero.group)
+            dist.all_gather_object(everyone, self._divided, group=self.zero.world.shard)
         if any(each != everyone[0] for each in everyone) or len(set(self._divided)) > 1:
             counts = [len(each) for each in everyone]
             raise RuntimeError(f"each rank must have as many micro-batches, all divided alike, not {counts}")
@@ -148,7 +148,7 @@ class Engine(NotCopied, Resumable):
             )
 
     def _take_step(self, lr_kwargs: dict[str, Any], factor: float = 1.0) -> None:
-        ahead = Ahead(self.lr_scheduler, self.optimizer, lr_kwargs, self.zero.group)
+        ahead = Ahead(self.lr_scheduler, self.optimizer, lr_kwargs, self.zero.world.shard)
         self._step_applied, finite = False, self._scaler is None or self._scaler.unscale(self.zero)
         if finite and factor != 1.0:
             self.zero.reduce()
@@ -215,5 +215,5 @@ class Engine(NotCopied, Resumable):
             raise RuntimeError("mean_loss() before the first window is done: there is no loss yet")
         mean = torch.stack([loss.double() for loss in self._window]).mean().to(self.device)
         with on_all_ranks("average the loss"):
-            dist.all_reduce(mean, group=self.zero.group)
+            dist.all_reduce(mean, group=self.zero.world.shard)
         return mean.item() / self.world_size

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from minizero.gather.units import Gatherer as Gatherer
     from minizero.gather.units import State as State
     from minizero.gather.units import Unit as Unit
-    from minizero.gather.units import in_backward as in_backward
+    from minizero.gather.use import in_backward as in_backward
 else:
     __getattr__, __dir__, __all__ = face(
         __name__,
         {
-            "units": "Gatherer State Unit in_backward",
+            "units": "Gatherer State Unit",
+            "use": "in_backward",
             "ahead": "Moment Schedule",
         },
     )

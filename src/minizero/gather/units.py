@@ -13,16 +13,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed import ProcessGroup, Work
 from torch.utils.hooks import RemovableHandle
 
-from minizero.collectives import Exchange, RollCall, launch_all_gather, on_all_ranks
+from minizero.collectives import RollCall, World, on_all_ranks
+from minizero.collectives.transport import Flight
 from minizero.gather.ahead import Moment, Schedule
 from minizero.gather.leaving import check_unchanged, put_stand_ins, versions, with_own_memory
 from minizero.gather.outputs import HINT, is_plain, tensors_in
+from minizero.gather.use import Use, in_backward
 from minizero.sharding import FlatParameters, NotCopied
 
 
@@ -40,36 +40,32 @@ class Unit(NotCopied):
     `flats` holds them by dtypes and requires_grad. Between uses a rank has `flat.shard` of each, 1/N of the elements.
     """
 
-    def __init__(self, name: str, module: nn.Module, flats: list[FlatParameters], group: ProcessGroup | None) -> None:
+    def __init__(self, name: str, module: nn.Module, flats: list[FlatParameters], world: World) -> None:
         self.name, self.module, self.flats = name, module, flats
         self.state = State.FULL
         self.is_trained = any(flat.requires_grad for flat in flats)
         self.has_frozen = not all(flat.requires_grad for flat in flats)
-        self.awaits_gradients = False  # backward has reached this unit and not yet left it with all its gradients
-        self.has_all_gradients = False  # it has left with them, at least once
-        self.calls_in_backward: set[object] = set()  # calls whose inputs' gradients are still to come
-        self.calls = 0  # in forwards that have a graph, since the last backward
+        self.use = Use()
         self.versions_before: dict[str, int] = {}  # at the beginning of its forward
-        self.is_recomputed = False  # one of them had none of its own: reentrant checkpointing
-        self.is_in_parts = False  # parts of it are recomputed so: each brings gradients, all parameters stay to the end
-        self._group = group
-        self._works: list[Work | Exchange] = []
+        self._transport = world.transport
+        self._works: list[Flight] = []
         self._check: Callable[[], None] | None = None
         self._modules = list(module.modules())
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {sum(f.layout.numel for f in self.flats)} parameters, {self.state})"
 
-    def unshard(self, roll_call: Callable[[], Callable[[], None]] | None = None) -> None:
-        """Start the all-gather, if the unit is SHARDED."""
+    def unshard(self, roll_call: Callable[[], Callable[[], None]] | None = None, exact: bool = True) -> None:
+        """Start the all-gather, if the unit is SHARDED; `exact` says that the transport may not round."""
         if self.state != State.SHARDED:
             return
         self._check = roll_call() if roll_call else None
+        transport = self._transport.exact if exact else self._transport
         for flat in self.flats:
             if flat.aliased and not flat.requires_grad:
                 continue  # stages 1 and 2 never let go of it, and no step changes it
             flat.allocate()
-            self._works.append(launch_all_gather(flat.full, flat.shard, self._group))
+            self._works.append(transport.all_gather(flat.full, flat.shard))
         self.state = State.IN_FLIGHT
 
     def compare(self) -> None:
@@ -126,15 +122,13 @@ class Gatherer(NotCopied):
     `begin_backward` is called whenever a backward reaches a unit. With `frees` False (stages 1 and 2) parameters stay.
     """
 
-    def __init__(
-        self, schedule: Schedule, group: ProcessGroup | None, frees: bool, begin_backward: Callable[[], bool]
-    ) -> None:
+    def __init__(self, schedule: Schedule, world: World, frees: bool, begin_backward: Callable[[], bool]) -> None:
         self.schedule, self.frees, self.begin_backward = schedule, frees, begin_backward
         self.units = units = schedule.units
         self.holds = False  # inside `gathered()` nothing is resharded
         self._in_forward = self._root_has_graph = False
         self._index = {id(unit): i for i, unit in enumerate(units)}
-        self._roll_call = RollCall([u.name for u in units], group) if frees and dist.get_world_size(group) > 1 else None
+        self._roll_call = RollCall([u.name for u in units], world.transport) if frees and world.size > 1 else None
 
     def attach(self) -> Iterator[RemovableHandle]:
         """Register the hooks of every unit."""
@@ -143,18 +137,18 @@ class Gatherer(NotCopied):
             yield unit.module.register_forward_pre_hook(before, prepend=True)  # the user's may read parameters
             yield unit.module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
-    def unshard(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit, exact: bool = True) -> None:
         """Start a unit's all-gather, with its name called out to the other ranks."""
         index, seen = self._index[id(unit)], self.schedule.seen
-        unit.unshard(partial(self._roll_call.call, index, seen) if self._roll_call else None)
+        unit.unshard(partial(self._roll_call.call, index, seen) if self._roll_call else None, exact)
 
     def need(self, unit: Unit, moment: Moment | None) -> None:
         """Have the unit here, and those that the schedule expects next on their way; with None, only the unit."""
-        self.unshard(unit)
+        self.unshard(unit, exact=self.holds)
         unit.compare()  # ranks that agree here agree on what is next: that need not wait until this one is here
         if self.frees and not self.holds and moment:
             for ahead in self.schedule.after(unit, moment):
-                self.unshard(ahead)
+                self.unshard(ahead, exact=False)
         unit.wait()
 
     def reshard_all(self) -> None:
@@ -166,14 +160,12 @@ class Gatherer(NotCopied):
     def forget_backward(self) -> None:
         """A backward is over, or will not go on."""
         for unit in self.units:
-            unit.awaits_gradients = unit.has_all_gradients = unit.is_recomputed = unit.is_in_parts = False
-            unit.calls = 0
-            unit.calls_in_backward.clear()
+            unit.use = Use()
         self.schedule.end()
 
     def release(self, unit: Unit) -> None:
         """Reshard a unit, unless backward can still need its parameters."""
-        if self.frees and not self.holds and not unit.awaits_gradients and not unit.calls_in_backward:
+        if self.frees and not self.holds and not unit.use.in_backward:
             unit.reshard()
 
     @torch.compiler.disable
@@ -182,8 +174,8 @@ class Gatherer(NotCopied):
         if i == 0:
             self._in_forward, self._root_has_graph = True, has_graph
         if self._root_has_graph and not recomputes:
-            unit.calls += 1
-            unit.is_recomputed |= not has_graph
+            unit.use.calls += 1
+            unit.use.is_recomputed |= not has_graph
         moment = Moment.RECOMPUTATION if recomputes else Moment.FORWARD if self._root_has_graph else Moment.EVALUATION
         # Without the root's forward around it, nobody would reshard a unit that was gathered ahead in vain.
         self.need(unit, moment if self._in_forward or recomputes else None)
@@ -229,19 +221,15 @@ class Gatherer(NotCopied):
                 "run forward and backward inside `with zero.gathered():`"
             )
         self.begin_backward()
-        if unit.has_all_gradients and unit.calls == 1 and not unit.is_recomputed and unit.state == State.SHARDED:
+        use = unit.use
+        if use.has_all_gradients and use.calls == 1 and not use.is_recomputed and unit.state == State.SHARDED:
             return  # its output contains what another unit made, and backward has come to that one
-        has_begun = unit.awaits_gradients or bool(unit.calls_in_backward)  # by another tensor of its output
-        unit.awaits_gradients = unit.is_trained
+        has_begun = use.in_backward  # by another tensor of its output
+        use.awaits_gradients = unit.is_trained
         if call is not None:
-            unit.calls_in_backward.add(call)
+            use.calls_in_backward.add(call)
         self.need(unit, None if has_begun else Moment.BACKWARD)
 
     def _after_backward(self, unit: Unit, call: object, gradients: Any) -> None:
-        unit.calls_in_backward.discard(call)
+        unit.use.calls_in_backward.discard(call)
         self.release(unit)
-
-
-def in_backward() -> bool:
-    """Whether autograd's backward is running in this thread."""
-    return torch._C._current_graph_task_id() != -1

@@ -107,13 +107,9 @@ class Offload:
             result = action()
         except OSError as error:
             complaint = str(error)
-        for group in self._zero.groups:
-            everyone: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(everyone, complaint, group=group)
-            complaint = "; ".join(dict.fromkeys(text for text in everyone if text))
-        if complaint:
+        if complaints := dict.fromkeys(filter(None, self._zero.world.everyone(complaint))):
             result = None  # a file that could be made here goes, now
-            raise OSError(complaint)
+            raise OSError("; ".join(complaints))
         return result
 
     def check(self) -> None:
@@ -170,7 +166,7 @@ class Offload:
 
         To compare all of them with their masters, as is done where both are on the device, would bring them down.
         """
-        if self._zero._gatherer.holds or self._versions[flat] != _versions(flat):
+        if self._zero.is_gathered or self._versions[flat] != _versions(flat):
             FlatParameters.take_shard(flat)
 
     def after_step(self) -> None:

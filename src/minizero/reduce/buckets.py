@@ -14,10 +14,10 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from minizero.collectives import ReduceScatter, on_all_ranks
+from minizero.collectives import World, on_all_ranks
+from minizero.collectives.transport import Reduction
 from minizero.gather import State, Unit
 from minizero.reduce.spares import Spares
 from minizero.sharding import FlatParameters, NotCopied
@@ -30,13 +30,13 @@ class Bucket(NotCopied):
     ranks alike, also when it was used on some of them.
     """
 
-    def __init__(self, flat: FlatParameters, spares: Spares) -> None:
-        self.flat, self._spares = flat, spares
+    def __init__(self, flat: FlatParameters, world: World, spares: Spares) -> None:
+        self.flat, self._world, self._spares = flat, world, spares
         self._gradients: Tensor | None = None
         self.collected: set[int] = set()  # since the last launch
         self.missing: set[int] = set()  # in this pass over the unit; reentrant checkpointing makes several
         self.forgotten: set[int] = set()  # on all ranks alike, since the last backward: for them nothing lands
-        self._flights: list[ReduceScatter] = []
+        self._flights: list[Reduction] = []
         self.expect_all()
 
     def collect(self, index: int) -> None:
@@ -62,7 +62,7 @@ class Bucket(NotCopied):
         """A pass begins: the gradient of every parameter is to come."""
         self.missing.update(range(len(self.flat.leaves)))
 
-    def launch(self, group: ProcessGroup | None) -> None:
+    def launch(self) -> None:
         """Start the reduce-scatter of what is here, with zeros for what is not."""
         layout = self.flat.layout
         if self._gradients is None:
@@ -71,7 +71,8 @@ class Bucket(NotCopied):
             if index not in self.collected:
                 self._gradients[layout.offsets[index] : layout.offsets[index + 1]].zero_()
         self._gradients[layout.numel :].zero_()
-        self._flights.append(ReduceScatter(self._gradients.to(self.flat.wire), group, self._spares.take))
+        gradients = self._gradients.to(self.flat.wire)
+        self._flights.append(self._world.transport.reduce_scatter(gradients, self._spares.take))
         self.drop()
 
     def wait(self) -> Tensor:
@@ -81,13 +82,13 @@ class Bucket(NotCopied):
         self._spares.give(flight.buffers)
         return total
 
-    def land(self, divisor: int, replicas: ProcessGroup | None) -> None:
-        """Wait for the sum, add it over the replicas, divide, and add the mean to the gradients of the slices."""
+    def land(self) -> None:
+        """Wait for the sum, add it over the copies, divide, and add the mean to the gradients of the slices."""
         total = self.wait()
-        if replicas is not None:
-            dist.all_reduce(total, group=replicas)
+        if self._world.replicas is not None:
+            dist.all_reduce(total, group=self._world.replicas)
         without = [piece for piece in map(self.flat.slices.__getitem__, self.forgotten) if piece.grad is None]
-        self.flat.add_gradient(total.div_(divisor))
+        self.flat.add_gradient(total.div_(self._world.count))
         for piece in without:
             piece.grad = None
 
@@ -119,20 +120,18 @@ class Reducer(NotCopied):
     def __init__(
         self,
         units: Sequence[Unit],
-        group: ProcessGroup | None,
-        replicas: ProcessGroup | None,
+        world: World,
         in_backward: bool,
         begin_backward: Callable[[], bool],
         release: Callable[[Unit], None],
     ) -> None:
-        self._group, self._replicas, self.holds = group, replicas, not in_backward
+        self.holds = not in_backward
         self._begin_backward, self._release = begin_backward, release
         self._order = [unit for unit in reversed(units) if unit.is_trained]
         self._spares = Spares()
-        self._buckets = {
-            unit: [Bucket(flat, self._spares) for flat in unit.flats if flat.requires_grad] for unit in self._order
-        }
-        self._divisor = dist.get_world_size(group) * (dist.get_world_size(replicas) if replicas else 1)
+        self._buckets: dict[Unit, list[Bucket]] = {}
+        for unit in self._order:
+            self._buckets[unit] = [Bucket(flat, world, self._spares) for flat in unit.flats if flat.requires_grad]
         self._complete: set[Unit] = set()
         self._launched = 0  # how many units of the order this backward has launched
         self.flying: list[Unit] = []
@@ -156,14 +155,14 @@ class Reducer(NotCopied):
             )
         buckets = self._buckets[unit]
         buckets[b].collect(index)
-        unit.is_in_parts |= is_nested and not unit.is_recomputed
-        if unit.is_in_parts or any(bucket.missing for bucket in buckets):
+        unit.use.is_in_parts |= is_nested and not unit.use.is_recomputed
+        if unit.use.is_in_parts or any(bucket.missing for bucket in buckets):
             return
         for bucket in buckets:
             bucket.expect_all()
-        unit.awaits_gradients, unit.has_all_gradients = False, True
+        unit.use.awaits_gradients, unit.use.has_all_gradients = False, True
         self._release(unit)
-        if not self.holds and (unit.calls < 2 or not unit.is_recomputed):  # else more follow, and one reduction
+        if not self.holds and (unit.use.calls < 2 or not unit.use.is_recomputed):  # else more follow, and one reduction
             self._complete.add(unit)
             self._launch_complete()
 
@@ -174,7 +173,7 @@ class Reducer(NotCopied):
 
     def _launch(self, unit: Unit) -> None:
         for bucket in self._buckets[unit]:
-            bucket.launch(self._group)
+            bucket.launch()
         self.flying.append(unit)
         while len(self.flying) > 1:  # one in flight hides behind backward; more would only hold memory
             self._land_first()
@@ -183,7 +182,7 @@ class Reducer(NotCopied):
         unit = self.flying.pop(0)
         with on_all_ranks(f"reduce unit {unit.name!r}"):
             for bucket in self._buckets[unit]:
-                bucket.land(self._divisor, self._replicas)
+                bucket.land()
 
     def finish(self) -> None:
         """End of backward: reduce what is left, or, while gradients are held back, expect all of them again."""

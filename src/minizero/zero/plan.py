@@ -1,25 +1,20 @@
-"""Chapter 15, zero: which parameters form a unit, and how a model gets its first values on every rank."""
+"""Chapter 15, zero: which parameters form a unit, and whether all ranks mean the same model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from minizero.collectives import on_all_ranks
+from minizero.collectives import World
 from minizero.gather import Unit
-from minizero.replicate import check_agreement
-from minizero.replicate.sending import fill, send_from_first
 from minizero.sharding import Holder, holders_of
 from minizero.sharding.placeholder import ANEW, ShardedParameter, raise_replaced
-from minizero.zero.blank import Blanks, UnfilledError, meta_tensors
 from minizero.zero.state import check_carried
 
 
@@ -124,14 +119,14 @@ def _check_memory(model: nn.Module) -> None:
             raise ValueError(f"parameters {first!r} and {second!r} share memory: tie them as one nn.Parameter")
 
 
-def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], group: ProcessGroup | None) -> None:
+def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], world: World) -> None:
     """Raise ValueError on all ranks, naming the first difference, unless all are about to shard the same model.
 
-    Ranks are counted inside `group`. Also raises on a rank that `group` does not contain, and, TypeError or ValueError,
-    for a buffer, extra state or state-dict hook that could not be sent or saved later.
+    Ranks are counted inside a process group. Also raises, TypeError or ValueError, for a buffer, extra state or
+    state-dict hook that could not be sent or saved later, and for a transport that this stage cannot use.
     """
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
+    if stage < 3 and world.transport.exact is not world.transport:
+        raise ValueError(f"transport rounds weights: in stage {stage} the shards, parts of them, would be rounded too")
     model = plans[0].module
     problem = check_carried(model, stage)
     sent = {} if problem else dict(model.named_buffers())
@@ -143,80 +138,9 @@ def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], group
         for p, holders in plan.parameters
         for name in [holders[0].full_name]
     ]
-    check_agreement(mine, group)
+    world.agree(mine)
     if problem:
         raise problem
-
-
-def materialise(
-    model: nn.Module,
-    plans: Sequence[Plan],
-    blanks: Blanks,
-    group: ProcessGroup | None,
-    replicas: ProcessGroup | None,
-    initialize: Callable[[nn.Module], Any] | None,
-) -> Iterator[Plan]:
-    """Yield each plan once its parameters have values; give values, module by module, to those on the meta device.
-
-    The order is that of `model.modules()`, in which most models are built: with the same seed the values are the same,
-    and the caller can shard a unit before the next one exists. Every rank draws the same numbers; those of rank 0
-    count. Raises TypeError before anything is changed for a module that nothing initialises, and UnfilledError, on all
-    ranks, once a module was initialised that has a tensor without values.
-    """
-    modules = list(model.named_modules())
-    for path, module in modules:
-        for name, *_ in meta_tensors(module) if initialize is None and not hasattr(module, "reset_parameters") else ():
-            raise TypeError(f"module {path!r} has {name!r} on the meta device, no reset_parameters(): pass initialize=")
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-    position = {id(module): i for i, (_, module) in enumerate(modules)}
-    last = {p.name: max((position[id(h.module)] for _, hs in p.parameters for h in hs), default=0) for p in plans}
-    complaint = ""
-    for i, (path, module) in enumerate(modules):
-        if any(True for _ in meta_tensors(module)):
-            settled = {name: t.detach().clone() for name, t in _own_tensors(module).items() if not t.is_meta}
-            blanks.give(module, torch.device(device))
-            (initialize or _reset_parameters)(module)
-            for name, value in settled.items():  # a tied weight has its values already
-                fill(_own_tensors(module)[name], value)
-            if not complaint and (wrong := blanks.left(module)):
-                complaint = f"initializing module {path!r} {wrong}"
-        is_last = i == len(modules) - 1
-        ready = [plan for plan in plans if last[plan.name] == i]
-        if ready or is_last:
-            _raise_as_rank_0(complaint, torch.device(device), group, replicas)
-        for plan in ready:
-            plan.parameters = [(hs[0].module._parameters[hs[0].name], hs) for _, hs in plan.parameters]  # type: ignore[misc]
-            yield plan
-
-
-def _reset_parameters(module: nn.Module) -> None:
-    module.reset_parameters()  # type: ignore[operator]  # checked to be there
-
-
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {name: t for name, t in {**module._parameters, **module._buffers}.items() if t is not None}
-
-
-def _raise_as_rank_0(
-    complaint: str, device: torch.device, group: ProcessGroup | None, replicas: ProcessGroup | None
-) -> None:
-    """Raise UnfilledError on all ranks if rank 0, whose values count, has a complaint."""
-    length = torch.tensor(len(complaint.encode()), device=device)
-    broadcast(length, group, replicas)
-    if length > 0:
-        text = torch.zeros(int(length), dtype=torch.uint8, device=device)
-        if int(length) == len(complaint.encode()):
-            text.copy_(torch.tensor(list(complaint.encode())))
-        broadcast(text, group, replicas)
-        raise UnfilledError(bytes(text.tolist()).decode())
-
-
-def broadcast(tensor: Tensor, group: ProcessGroup | None, replicas: ProcessGroup | None) -> None:
-    """Give every rank of the group, and of all replicas, the tensor of rank 0."""
-    with on_all_ranks("send rank 0's values"):
-        if replicas is not None:
-            send_from_first(tensor, replicas)
-        send_from_first(tensor, group)
 
 
 def check_model(model: nn.Module, units: Sequence[Unit]) -> None:

@@ -15,18 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from minizero.collectives import Transport, World
 from minizero.gather import Gatherer, Schedule, State, Unit, in_backward
 from minizero.optimizer import check_elementwise, check_state, clip_grad_norm, slice_groups
 from minizero.reduce import Reducer
 from minizero.sharding import NotCopied
 from minizero.zero import elsewhere
 from minizero.zero.attached import Attached
+from minizero.zero.backward import Backward
+from minizero.zero.build import build_units, mark_changed, precise
 from minizero.zero.plan import DtypePolicy, agree, check_model, plan_units
-from minizero.zero.whole import build_units, hold_gathered, mark_changed, precise, read_full_state, write_full_state
+from minizero.zero.whole import hold_gathered, read_full_state, write_full_state
 
 
 class Zero(NotCopied):
@@ -45,6 +47,7 @@ class Zero(NotCopied):
         initialize: called once with each module that had parameters or buffers on the meta device; default
             `module.reset_parameters()`.
         dtypes: what to compute and send in, if not in the parameters' own dtype: a `minizero.precision.Precision`.
+        transport: how shards and gradients travel inside `group`, if not as they are and by torch's collectives.
 
     Raises on all ranks, before anything is changed: ValueError or TypeError naming the argument, module or parameter.
     """
@@ -60,25 +63,23 @@ class Zero(NotCopied):
         prefetch: int | Callable[[Sequence[Unit]], Schedule] = 1,
         initialize: Callable[[nn.Module], Any] | None = None,
         dtypes: DtypePolicy | None = None,
+        transport: Transport | None = None,
     ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, got {stage!r} (stage 0 is minizero.Replicated)")
         if not callable(prefetch) and prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more units, got {prefetch!r}")
-        self.model, self.stage, self.group, self.replicas = model, stage, group, replicas
-        self.groups = [group] if replicas is None else [group, replicas]  # one after the other they reach all ranks
+        self.model, self.stage, self.world = model, stage, World(group, replicas, transport)
         plans, chosen = plan_units(model, units), dtypes.choose(model) if dtypes else {}
-        for ranks in self.groups:
-            agree(plans, stage, chosen, ranks)
-        self.units = build_units(model, plans, stage, chosen, group, replicas, initialize)
+        agree(plans, stage, chosen, self.world)
+        self.units = build_units(model, plans, stage, chosen, self.world, initialize)
         self.flats = [flat for unit in self.units for flat in unit.flats]
-        begin = self._begin_backward
+        self._attached = Attached(self.flats)
+        self._backward = Backward(self._attached.slices)
         schedule = prefetch(self.units) if callable(prefetch) else Schedule(self.units, prefetch)
-        self._gatherer = Gatherer(schedule, group, frees=stage == 3, begin_backward=begin)
-        self._reducer = Reducer(self.units, group, replicas, stage > 1, begin, self._gatherer.release)
-        self._backward: int | None = None  # autograd's number for the backward that runs
-        self._has_unreduced, self._attached = False, Attached(self.flats)
-        self._spoiled: set[Tensor] = set()  # slices whose gradients a backward that raised has left incomplete
+        self._gatherer = Gatherer(schedule, self.world, stage == 3, self._backward.begin)
+        self._reducer = Reducer(self.units, self.world, stage > 1, self._backward.begin, self._gatherer.release)
+        self._backward.gatherer, self._backward.reducer = self._gatherer, self._reducer
         self._handles = [*self._gatherer.attach(), *self._reducer.attach(), *(dtypes.attach(model) if dtypes else ())]
         self._handles.append(model.register_forward_pre_hook(self._before_model, prepend=True))
         elsewhere.mark(self._reducer)
@@ -87,48 +88,33 @@ class Zero(NotCopied):
     @torch.compiler.disable
     def _before_model(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
-            self._recover()
+            self._backward.recover()
             check_model(self.model, self.units)
-
-    def _recover(self) -> None:
-        """After a forward or backward that did not end: reshard, and forget gradients that are not shards yet."""
-        if self._backward is not None or self._reducer.flying:
-            self._backward, self._spoiled = None, self._attached.slices()
-            self._reducer.drop()
-            self._gatherer.forget_backward()
-        self._gatherer.reshard_all()
-
-    def _begin_backward(self) -> bool:
-        """A hook reports that a backward runs. Returns True if it runs inside another one (reentrant checkpointing)."""
-        current: int = torch._C._current_graph_task_id()
-        if self._backward is None:
-            self._check_complete()  # other ranks may have more gradients than this one: better nobody goes on
-            self._backward, self._has_unreduced = current, True
-            self._reducer.begin()
-            Variable._execution_engine.queue_callback(self._end_backward)
-        return current != self._backward
-
-    def _end_backward(self) -> None:
-        self._reducer.finish()
-        self._has_unreduced = self._reducer.holds
-        self._gatherer.forget_backward()
-        self._gatherer.reshard_all()
-        self._backward = None
 
     def reduce(self) -> None:
         """See to it that the slices hold the gradients; call on all ranks before you read them. Step and clipping do.
 
         What was held back, as always in stage 1, is reduced here.
         """
-        self._recover()
-        self._check_complete()
-        if self._has_unreduced:
-            self._reducer.reduce_all()
-            self._has_unreduced = False
+        self._backward.reduce()
 
-    def _check_complete(self) -> None:
-        if self._spoiled:
-            raise RuntimeError("the last backward raised and its gradients are incomplete: call zero_grad() first")
+    def unreduced(self) -> list[Tensor]:
+        """The gradients that wait on this rank, whole, for the step or for `reduce`: a flat buffer of each unit."""
+        return self._reducer.waiting()
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait for the step or for `reduce`, on all ranks alike."""
+        return self._backward.has_unreduced
+
+    @property
+    def holds(self) -> bool:
+        """While it is set, backwards reduce nothing, as in stage 1: see `accumulation.no_sync`."""
+        return self._reducer.holds
+
+    @holds.setter
+    def holds(self, value: bool) -> None:
+        self._reducer.holds = value
 
     def optimizer(
         self,
@@ -154,7 +140,7 @@ class Zero(NotCopied):
         `groups` above take. Raises TypeError as `optimizer()`, and for one that holds anything but slices.
         """
         check_elementwise(type(optimizer), elementwise)
-        self._attached.add(optimizer, self._forget)
+        self._attached.add(optimizer, self._backward.forget)
         optimizer.register_load_state_dict_pre_hook(check_state)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -162,7 +148,7 @@ class Zero(NotCopied):
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._attached.check_call(optimizer, [*args[1:], *kwargs.values()])  # torch passes the optimizer itself first
-        if self._gatherer.holds:
+        if self.is_gathered:
             raise RuntimeError("step() inside gathered(): the full parameters would overwrite what it changes")
         self.reduce()
         for flat in self.flats:
@@ -189,21 +175,19 @@ class Zero(NotCopied):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; `model.zero_grad` comes here too."""
         pieces: set[Tensor] = {piece for _, piece in self.named_slices()}
-        self._forget(pieces)
+        self._backward.forget(pieces)
         for piece in pieces:
             piece.grad = None if set_to_none or piece.grad is None else piece.grad.zero_()
-
-    def _forget(self, slices: set[Tensor]) -> None:
-        """Forget the gradients of `slices` that are not on them yet."""
-        self._recover()
-        self._reducer.forget(slices)
-        self._spoiled -= slices
-        self._has_unreduced &= not self._reducer.has_forgotten(self._attached.slices())
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip by the norm over all parameters and ranks; call on all ranks. See optimizer.clip_grad_norm."""
         self.reduce()
-        return clip_grad_norm([piece for _, piece in self.named_slices()], max_norm, norm_type, self.group)
+        return clip_grad_norm([piece for _, piece in self.named_slices()], max_norm, norm_type, self.world.shard)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether this is inside `gathered()`."""
+        return self._gatherer.holds
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -213,8 +197,8 @@ class Zero(NotCopied):
         Inside, ranks may run the model as often as each likes. After an exception nothing is written: stage 3 forgets
         the changes, stages 1 and 2, which hand out the live parameters, keep them on the rank that made them.
         """
-        self._recover()
-        with hold_gathered(self.units, self._gatherer, self.group, self.replicas):
+        self._backward.recover()
+        with hold_gathered(self.units, self._gatherer, self.world):
             yield
 
     def full_state(self) -> dict[str, Any]:
@@ -222,18 +206,18 @@ class Zero(NotCopied):
 
         One unit at a time is whole, so no rank but 0 needs memory for more than that. Buffers are rank 0's own.
         """
-        self._recover()
-        return read_full_state(self.model, self.units, self._gatherer, self.group)
+        self._backward.recover()
+        return read_full_state(self.model, self.units, self._gatherer, self.world)
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Load a plain model's state dict; call on all ranks, only the one of rank 0 is read.
 
         Raises ValueError on all ranks, and changes nothing, naming a key that is missing, unknown or of another shape.
         """
-        self._recover()
-        if self._gatherer.holds:
+        self._backward.recover()
+        if self.is_gathered:
             raise RuntimeError("load_full_state() inside gathered(): leave the context first")
-        write_full_state(self.model, self.units, state, self.group, self.replicas)
+        write_full_state(self.model, self.units, state, self.world)
 
     def unwrap(self) -> nn.Module:
         """Give the plain model back, whole on every rank, hooks gone; call on all. Optimizers of this Zero are done."""
@@ -242,7 +226,7 @@ class Zero(NotCopied):
         for handle in self._handles:
             handle.remove()
         for flat in self.flats:
-            flat.let_go(precise(flat, self.group))
+            flat.let_go(precise(flat, self.world))
         elsewhere.unmark(self._reducer)
         self._attached.close()
         del self.model.zero_grad
