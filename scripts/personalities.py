@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -230,7 +231,7 @@ sys.exit(not ({proof}))
 """
 
 
-# ---- one after the other ---------------------------------------------------------------------------------------------
+# ---- to live there ---------------------------------------------------------------------------------------------------
 
 
 def settle(personality: Personality, scratch: Path) -> tuple[Path, dict[str, str]]:
@@ -330,6 +331,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only say what there is")
     parser.add_argument("--quick", action="store_true", help=f"of the notebooks only {', '.join(NOTEBOOKS)}")
     parser.add_argument("--two", metavar="TEXT", help="two personalities, which TEXT chooses")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at the same time, default 1")
     parser.add_argument("--logs", type=Path, default=ROOT / "_build" / "personalities", metavar="DIR")
     options = parser.parse_args()
     by_name = {personality.name: personality for personality in PERSONALITIES}
@@ -341,12 +343,17 @@ def main() -> int:
         print(*(f"{p.name:15} {p.says}" for p in chosen), sep="\n")
         return 0
     options.logs.mkdir(parents=True, exist_ok=True)
-    outcomes = {}
-    for number, personality in enumerate(chosen, start=1):
-        print(f"{number}/{len(chosen)} {personality.name}: {personality.says}", flush=True)
+
+    def run(personality: Personality) -> str:
         begin, log = time.monotonic(), options.logs / f"{personality.name}.log"
-        outcomes[personality.name] = run_as(personality, options.quick, log)
-        print(f"    {outcomes[personality.name]} ({time.monotonic() - begin:.0f} s, {log})", flush=True)
+        outcome = run_as(personality, options.quick, log)
+        took = f"{time.monotonic() - begin:.0f} s, {log}"
+        print(f"{personality.name}: {personality.says}\n    {outcome} ({took})", flush=True)
+        return outcome
+
+    print(f"{len(chosen)} machines: {', '.join(p.name for p in chosen)}", flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        outcomes = dict(zip((p.name for p in chosen), pool.map(run, chosen), strict=True))
     words = [outcome.partition(":")[0] for outcome in outcomes.values()]
     print(f"{words.count('passed')} passed, {words.count('FAILED')} failed, {words.count('skipped')} skipped")
     for word in ("FAILED", "skipped"):
