@@ -199,8 +199,8 @@ class Gatherer(NotCopied):
         return output
 
     def _expect_backward(self, unit: Unit, inputs: Any, output: Any) -> None:
-        # Gradients of the trained parameters tell when backward has left a unit. Frozen ones have none: there, and
-        # only there, backward has also to reach the inputs before the parameters may go.
+        # [Note: how backward is heard of], in __init__.py. Frozen parameters have no gradient that tells when backward
+        # has left: with them, and only then, it has also to reach the inputs before the parameters may go.
         sources = [t for t in tensors_in(inputs) if t.requires_grad] if self.frees and unit.has_frozen else []
         call = object() if sources else None
         if sources:

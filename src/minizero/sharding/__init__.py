@@ -1,6 +1,15 @@
 """Chapter 11, sharding: flatten, pad, cut.
 
 `flat` is the arithmetic and the memory of shards, `placeholder` what a model holds while its weights are elsewhere.
+
+[Note: storage that goes and comes back] Autograd keeps what backward will need: parameters, and views of them that we
+know nothing about, such as a transposed weight. In backward it must find the values where forward left them. So the
+full buffer of a unit is never replaced. Its storage shrinks to no bytes when the unit is freed, and grows again before
+the next gather; every view of it, in a graph or not, is then valid again, though its memory may lie elsewhere.
+A parameter becomes a view by `parameter.data = ...`, which leaves it a version counter of its own. So autograd does not
+take a refill for a change in place, and `mark_changed` tells it of the real ones, after a step or a load. The price: a
+view that somebody keeps while the storage is empty reads memory that is not there. Hence the placeholders, which raise
+when they are read, and `leaving`, in the next chapter, for what goes out of a unit.
 """
 
 from typing import TYPE_CHECKING

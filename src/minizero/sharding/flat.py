@@ -175,7 +175,7 @@ class FlatParameters:
 
     def allocate(self) -> None:
         """Give `full` its memory again, at the same storage: every view of it, autograd's too, is valid again."""
-        self.full.untyped_storage().resize_(self._nbytes)
+        self.full.untyped_storage().resize_(self._nbytes)  # [Note: storage that goes and comes back], in __init__.py
         self._point_leaves_at(self._views)
 
     def free(self, leaves_memory: bool = False) -> None:
