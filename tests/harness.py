@@ -7,6 +7,7 @@ thread, its own timeout in the process group, and dies with the test process.
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing as mp
 import os
 import pickle
@@ -56,11 +57,11 @@ def _worker(
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
             )
-        reply = ("ok", fn(*args))
+        reply: tuple[Any, ...] = ("ok", fn(*args))
         if dist.is_initialized():
             dist.barrier()
     except BaseException:
-        reply = ("error", traceback.format_exc())
+        reply = ("error", traceback.format_exc(), time.monotonic())  # one clock for all processes
     conn.send_bytes(pickle.dumps(reply))
     conn.close()
     sys.stdout.flush()
@@ -104,23 +105,26 @@ def run_ranks(
 def _collect(connections: list[Connection], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
+    moments: dict[int, float] = {}  # when they failed: on a busy machine several replies are here before we look
     waiting, deadline = dict(enumerate(connections)), time.monotonic() + timeout
     while waiting and (left := deadline - time.monotonic()) > 0:
         for conn in wait(list(waiting.values()), left):
             rank = next(r for r, c in waiting.items() if c is conn)
             del waiting[rank]
             try:
-                status, value = pickle.loads(conn.recv_bytes())
+                status, value, *moment = pickle.loads(conn.recv_bytes())
             except EOFError:
-                status, value = "error", "the process died without a word"
+                status, value, moment = "error", "the process died without a word", []
             if status == "ok":
                 results[rank] = value
             else:
                 failures[rank] = value
+                moments[rank] = moment[0] if moment else time.monotonic()
                 deadline = min(deadline, time.monotonic() + 2.0)
     for rank in waiting:
         failures.setdefault(rank, f"no answer in {timeout:g} s" if len(failures) == 0 else "still waiting: killed")
     if failures:
+        failures = dict(sorted(failures.items(), key=lambda failure: moments.get(failure[0], math.inf)))
         text = "\n".join(f"--- rank {r} ---\n{t}" for r, t in failures.items())
         raise RankFailure(text, list(failures))
     return [results[r] for r in sorted(results)]
