@@ -37,7 +37,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import minizero
 from minizero import checkpoint
 from minizero.checkpoint import CheckpointError, files, manifest, one_file, save_load, snapshot
-from minizero.checkpoint.snapshot import Ranks
+from minizero.checkpoint.snapshot import Together
 from minizero.data import Batches
 from minizero.meter import live_storages
 from minizero.precision import LossScaler
@@ -256,7 +256,7 @@ class Countdown:
 def killed_save(folder: Path, victim: int, moment: int | None, in_background: bool) -> int:
     _, zero, optimizer = odd_zero(3)
     fill(zero, 2.0)
-    Ranks(zero)  # connects the ranks: a kill in there makes the other wait, and there is nothing to see
+    Together(zero)  # connects the ranks: a kill in there makes the other wait, and there is nothing to see
     countdown = Countdown(moment if dist.get_rank() == victim else None)
     saver = checkpoint.AsyncSaver(folder, keep=1)
     threading.settrace(countdown)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from minizero.checkpoint.files import check_plain, checksum, decode
 from minizero.checkpoint.manifest import Manifest, dtype_of, file_of, moves, parse_manifest
-from minizero.checkpoint.snapshot import Ranks, group_names, set_random_states
+from minizero.checkpoint.snapshot import Together, group_names, set_random_states
 from minizero.replicate.sending import fill
 from minizero.zero import Zero
 from minizero.zero.state import SAFETENSORS_DTYPES, extra_states, persistent_buffers, tell_loaded
@@ -37,7 +37,7 @@ def naming(path: Path) -> Iterator[None]:
 class Reading:
     """A checkpoint on its way into a Zero: `check_files` and `check_content` change nothing, `apply` does it."""
 
-    def __init__(self, folder: Path, text: str, ranks: Ranks, zero: Zero, optimizer: Optimizer | None) -> None:
+    def __init__(self, folder: Path, text: str, ranks: Together, zero: Zero, optimizer: Optimizer | None) -> None:
         self.folder, self.text, self.ranks, self.zero, self.optimizer = folder, text, ranks, zero, optimizer
         self.manifest: Manifest
         self.rest: dict[str, Any] = {}  # of this rank, or of rank 0

@@ -19,7 +19,7 @@ from minizero.checkpoint.files import Spec, durable
 from minizero.checkpoint.manifest import check_tag, read_latest, read_manifest
 from minizero.checkpoint.one_file import OneFile, split_extras
 from minizero.checkpoint.reading import Reading
-from minizero.checkpoint.snapshot import Ranks, Snapshot
+from minizero.checkpoint.snapshot import Snapshot, Together
 from minizero.collectives import World, on_all_ranks
 from minizero.replicate.sending import as_bytes
 from minizero.sharding import FlatParameters
@@ -47,7 +47,7 @@ def save(
 
     Raises CheckpointError on all ranks if one fails; then `latest` names what it named before.
     """
-    ranks, snapshot = Ranks(zero), Snapshot()
+    ranks, snapshot = Together(zero), Snapshot()
     ranks.do(f"save {tag!r}", lambda: snapshot.take(ranks, zero, optimizer, tag, step, extra))
     snapshot.write(Path(directory).absolute(), ranks, keep)
 
@@ -67,7 +67,7 @@ class AsyncSaver:
     def save(self, tag: str, zero: Zero, optimizer: Optimizer | None = None, *, step: int, extra: Any = None) -> None:
         """Like the function `save`, but return before the files are written."""
         self.wait()
-        ranks, snapshot = Ranks(zero), Snapshot()
+        ranks, snapshot = Together(zero), Snapshot()
 
         def take() -> None:
             snapshot.take(ranks, zero, optimizer, tag, step, extra)
@@ -77,7 +77,7 @@ class AsyncSaver:
         self._thread = threading.Thread(target=self._write, args=[snapshot, ranks], name=f"save {tag}")
         self._thread.start()
 
-    def _write(self, snapshot: Snapshot, ranks: Ranks) -> None:
+    def _write(self, snapshot: Snapshot, ranks: Together) -> None:
         try:
             snapshot.write(self.directory, ranks, self.keep)
         except Exception as error:
@@ -118,7 +118,7 @@ def exists(directory: str | Path, zero: Zero) -> bool:
     A rank that looks itself may not see yet, on a network file system, what the others do: they would wait for it.
     """
     look = partial(read_latest, Path(directory))
-    return bool(Ranks(zero).first_does(f"look for a checkpoint in {directory}", look))
+    return bool(Together(zero).first_does(f"look for a checkpoint in {directory}", look))
 
 
 def load(directory: str | Path, zero: Zero, optimizer: Optimizer | None = None, *, tag: str | None = None) -> Loaded:
@@ -132,7 +132,7 @@ def load(directory: str | Path, zero: Zero, optimizer: Optimizer | None = None, 
     Raises CheckpointError on all ranks, naming the file, parameter or key: before anything is changed, unless a file
     that was whole cannot be read a moment later.
     """
-    ranks, directory = Ranks(zero), Path(directory).absolute()
+    ranks, directory = Together(zero), Path(directory).absolute()
 
     def find() -> tuple[str, str]:
         tags = read_latest(directory) if tag is None else [check_tag(tag)]
@@ -170,7 +170,7 @@ def export(path: str | Path, zero: Zero, dtype: torch.dtype | None = None) -> No
     no more than that besides its shard. Extra states that are no tensors are JSON in the file's metadata:
     `one_file.read` brings them back. Raises CheckpointError on all ranks; then no file is there, or the old one.
     """
-    ranks, path = Ranks(zero), Path(path).absolute()
+    ranks, path = Together(zero), Path(path).absolute()
     kept: dict[str, Any] = persistent_buffers(zero.model)
     ranks.do(f"write {path}", lambda: kept.update(extra_states(zero.model)))
     kept, texts = split_extras(kept)

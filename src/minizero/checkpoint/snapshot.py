@@ -24,7 +24,7 @@ from minizero.zero.state import extra_states, persistent_buffers
 T = TypeVar("T")
 
 
-class Ranks:
+class Together:
     """All ranks of a `Zero`, and how they do something together: what goes wrong on one has gone wrong on all."""
 
     def __init__(self, zero: Zero) -> None:
@@ -117,7 +117,7 @@ class Snapshot:
         self.metadata: dict[str, str] = {}
         self.manifest: dict[str, Any] = {}
 
-    def take(self, ranks: Ranks, zero: Zero, optimizer: Optimizer | None, tag: str, step: int, extra: Any) -> None:
+    def take(self, ranks: Together, zero: Zero, optimizer: Optimizer | None, tag: str, step: int, extra: Any) -> None:
         """Look at all there is to save, without a copy. Raises RuntimeError in the middle of a step."""
         if zero.is_gathered or zero.has_unreduced:
             where = "inside gathered()" if zero.is_gathered else "before the gradients of a backward are reduced"
@@ -156,7 +156,7 @@ class Snapshot:
 
     # ---- making it a checkpoint
 
-    def write(self, directory: Path, ranks: Ranks, keep: int | None) -> None:
+    def write(self, directory: Path, ranks: Together, keep: int | None) -> None:
         """Make the snapshots of all ranks a checkpoint. Whenever this is killed, `latest` names a whole one.
 
         The folder grows under another name; it gets its own when every rank's file and then the manifest are on disk.

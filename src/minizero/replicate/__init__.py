@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from minizero._face import face
 
 if TYPE_CHECKING:
-    from minizero.replicate.average import Bucket as Bucket
+    from minizero.replicate.average import AllReduceBucket as AllReduceBucket
     from minizero.replicate.average import Replicated as Replicated
     from minizero.replicate.average import average_gradients as average_gradients
     from minizero.replicate.average import check_agreement as check_agreement
@@ -20,7 +20,7 @@ else:
         __name__,
         {
             "average": (
-                "Bucket Replicated average_gradients check_agreement check_model make_buckets take_from_rank_0"
+                "AllReduceBucket Replicated average_gradients check_agreement check_model make_buckets take_from_rank_0"
             ),
         },
     )

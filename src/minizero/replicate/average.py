@@ -39,7 +39,7 @@ def average_gradients(model: nn.Module, group: ProcessGroup | None = None) -> No
             dist.all_reduce(parameter.grad, group=group)
 
 
-class Bucket:
+class AllReduceBucket:
     """Gradients of one dtype that travel together: `members` are names and parameters, the model's last ones first."""
 
     def __init__(self) -> None:
@@ -86,17 +86,17 @@ class Bucket:
         self.missing, self._flight = {name for name, _ in self.members}, None
 
 
-def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[Bucket]:
+def make_buckets(parameters: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[AllReduceBucket]:
     """Fill buckets of at most `bucket_bytes` from the last parameter to the first, those of each dtype apart.
 
     That is about the order in which backward completes them. A parameter larger than that gets a bucket of its own.
     """
-    buckets: list[Bucket] = []
-    open_buckets: dict[Any, Bucket] = {}
+    buckets: list[AllReduceBucket] = []
+    open_buckets: dict[Any, AllReduceBucket] = {}
     for name, parameter in reversed(list(parameters)):
         kind = parameter.dtype, parameter.device
         if kind not in open_buckets or open_buckets[kind].nbytes + parameter.nbytes > bucket_bytes:
-            open_buckets[kind] = Bucket()
+            open_buckets[kind] = AllReduceBucket()
             buckets.append(open_buckets[kind])
         open_buckets[kind].members.append((name, parameter))
     return buckets
@@ -172,7 +172,7 @@ class Replicated:
             self.model.zero_grad()
 
     @torch.no_grad()
-    def _on_gradient(self, bucket: Bucket, name: str) -> None:
+    def _on_gradient(self, bucket: AllReduceBucket, name: str) -> None:
         if self._end is None or self._end() is None:
             self._begin_backward()
         if not self.holds:

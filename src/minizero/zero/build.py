@@ -61,7 +61,7 @@ def _build_unit(
         for _, same in groupby(members, key=lambda member: key[id(member[0])])
     ]
     unit = Unit(plan.name, plan.module, flats, world)
-    take_from_rank_0(unit, world)
+    start_from_rank_0(unit, world)
     for flat in flats if dtypes else ():
         flat.compute_in(*dtypes[flat.names[0]])
     if stage == 3:
@@ -125,7 +125,7 @@ def share_extra_states(model: nn.Module, world: World) -> None:
 
 
 @torch.no_grad()
-def take_from_rank_0(unit: Unit, world: World) -> None:
+def start_from_rank_0(unit: Unit, world: World) -> None:
     """Give every rank rank 0's full parameters of a unit that is FULL, and cut each rank's shard from them."""
     for flat in unit.flats:
         world.broadcast(flat.full)

@@ -143,7 +143,7 @@ def agree(plans: Sequence[Plan], stage: int, dtypes: Mapping[str, Dtypes], world
         raise problem
 
 
-def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
+def check_as_planned(model: nn.Module, units: Sequence[Unit]) -> None:
     """Raise RuntimeError, naming the parameter, if the model was changed since it was sharded.
 
     A parameter that was added, replaced, cast, moved, frozen or unfrozen would compute but never be reduced or updated.

@@ -27,7 +27,7 @@ from minizero.zero import elsewhere
 from minizero.zero.attached import Attached
 from minizero.zero.backward import Backward
 from minizero.zero.build import build_units, mark_changed, precise
-from minizero.zero.plan import DtypePolicy, agree, check_model, plan_units
+from minizero.zero.plan import DtypePolicy, agree, check_as_planned, plan_units
 from minizero.zero.whole import hold_gathered, read_full_state, write_full_state
 
 
@@ -89,7 +89,7 @@ class Zero(NotCopied):
     def _before_model(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
             self._backward.recover()
-            check_model(self.model, self.units)
+            check_as_planned(self.model, self.units)
 
     def reduce(self) -> None:
         """See to it that the slices hold the gradients; call on all ranks before you read them. Step and clipping do.

@@ -13,7 +13,7 @@ from minizero.collectives import World
 from minizero.gather import Gatherer, Unit
 from minizero.replicate.sending import fill
 from minizero.sharding import ShardedParameter
-from minizero.zero.build import mark_changed, precise, take_from_rank_0
+from minizero.zero.build import mark_changed, precise, start_from_rank_0
 from minizero.zero.state import extra_states, persistent_buffers, plain_copy, tell_loaded
 
 
@@ -33,7 +33,7 @@ def hold_gathered(units: Sequence[Unit], gatherer: Gatherer, world: World) -> It
         for flat in (flat for unit in units for flat in unit.flats):
             flat.adopt()
         for unit in units:
-            take_from_rank_0(unit, world)
+            start_from_rank_0(unit, world)
     finally:
         gatherer.holds = False
         for unit in units if gatherer.frees else ():
