@@ -196,6 +196,13 @@ def without_chapter(file: Path) -> list[str]:
     return [f"{file.name}::{test.name}" for test in tests if not marked(test.decorator_list)]
 
 
+def test_the_page_of_faults_lists_those_that_tests_repeat() -> None:
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    named = {int(number) for number in re.findall(r"def test_[fF](\d+)_", tests)}
+    listed = re.findall(r"^F(\d+)\n: ", (ROOT / "book" / "faults.md").read_text(), re.MULTILINE)
+    assert list(map(int, listed)) == sorted(named)
+
+
 def test_every_test_of_a_module_or_a_fault_has_the_mark_of_a_chapter(pytestconfig: pytest.Config) -> None:
     files = [*(ROOT / "tests" / "modules").glob("test_*.py"), *(ROOT / "tests" / "faults").glob("test_*.py")]
     assert len(files) > 40

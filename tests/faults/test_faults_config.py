@@ -1,4 +1,4 @@
-"""FAULTS.md F50 to F52, F90, F93: keys that are unknown, twice there, wrong, refused or ignored; sizes; "auto"."""
+"""F50 to F52, F90, F93: keys that are unknown, twice there, wrong, refused or ignored; sizes; "auto"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FAULTS.md F15, F16, F19, F20, F25, F26, F88 to F90, F94, F99 as a user of `initialize` meets them, stages 1 to 3."""
+"""F15, F16, F19, F20, F25, F26, F88 to F90, F94, F99 as a user of `initialize` meets them, stages 1 to 3."""
 
 from __future__ import annotations
 
