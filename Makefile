@@ -46,13 +46,8 @@ book: $(READY)    ## execute the notebooks (through a cache) and build the site 
 
 test: test-code test-notebooks site  ## unit, rank and fault tests, every notebook, the site in a browser
 
-EXERCISES := tests/book/test_exercises.py
 test-code: $(READY)
-ifeq ($(TESTS),)  # the exercises, which mostly wait for kernels to start, run beside all others
-	$(BIN)/python scripts/beside.py '$(PYTEST) -m "not site" --ignore=$(EXERCISES)' '$(PYTEST) $(EXERCISES)'
-else
 	$(PYTEST) -m "not site" $(TESTS)
-endif
 
 test-notebooks: $(READY)  # executed in a copy, which keeps the outputs for `make site`
 	$(BIN)/python scripts/book.py copy $(EXECUTED)

@@ -231,7 +231,7 @@ sys.exit(not ({proof}))
 """
 
 
-# ---- to live there ---------------------------------------------------------------------------------------------------
+# ---- a copy of the checkout for each ---------------------------------------------------------------------------------
 
 
 def settle(personality: Personality, scratch: Path) -> tuple[Path, dict[str, str]]:
@@ -335,6 +335,8 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=ROOT / "_build" / "personalities", metavar="DIR")
     options = parser.parse_args()
     by_name = {personality.name: personality for personality in PERSONALITIES}
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
     unknown = [name for name in options.names if name not in by_name]
     if unknown:
         parser.error(f"no personality {', '.join(unknown)}; there are {', '.join(by_name)}")

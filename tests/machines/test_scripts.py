@@ -8,12 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import bench
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -349,29 +347,6 @@ def test_bench_refuses_losses_that_differ() -> None:
     check_losses({**same, "fsdp2-bf16": torch.tensor([3.0, 2.1]), "minizero3-bf16": torch.tensor([3.0, 2.12])})
     with pytest.raises(RuntimeError, match="losses of minizero3-acc4 and fsdp2-acc4"):
         check_losses({**same, "fsdp2-acc4": torch.tensor([3.0, 2.1]), "minizero3-acc4": torch.tensor([3.0, 2.104])})
-
-
-# ---- several commands at once --------------------------------------------------------------------------------------
-
-
-def test_commands_beside_each_other_write_one_after_the_other(tmp_path: Path) -> None:
-    meet = f"{{ touch {tmp_path}/%s; while [ ! -e {tmp_path}/%s ]; do sleep 0.01; done; echo %s; }}"
-    commands = [f"sh -c '{meet % names}'" for names in (("a", "b", "first"), ("b", "a", "second"))]
-    answer = run_script("beside.py", *commands, "sh -c 'echo third; exit 3'", "false")
-    assert (answer.stdout.split(), answer.returncode) == (["first", "second", "third"], 3)
-
-
-def test_commands_beside_each_other_end_with_what_started_them(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "beside.py"), "sleep 100", f"sh -c 'echo $$ > {tmp_path}/id; sleep 100'"]
-    with subprocess.Popen(command) as running:
-        while not (tmp_path / "id").exists() or not (text := (tmp_path / "id").read_text()):
-            time.sleep(0.01)
-        running.kill()
-    with suppress(psutil.NoSuchProcess):  # or a zombie, where nobody takes orphans in
-        orphan, deadline = psutil.Process(int(text)), time.monotonic() + 20
-        while orphan.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
 
 # ---- the scripts -------------------------------------------------------------------------------------------------

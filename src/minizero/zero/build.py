@@ -46,12 +46,7 @@ def build_units(
     return [built[plan.name] for plan in plans]
 
 
-def _build_unit(
-    plan: Plan,
-    stage: int,
-    dtypes: Mapping[str, Dtypes],
-    world: World,
-) -> Unit:
+def _build_unit(plan: Plan, stage: int, dtypes: Mapping[str, Dtypes], world: World) -> Unit:
     key = {
         id(p): (str(p.dtype), p.requires_grad, str(dtypes.get(holders[0].full_name))) for p, holders in plan.parameters
     }
